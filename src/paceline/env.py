@@ -1,0 +1,183 @@
+"""Who am I in the team? The only reader of the environment.
+
+Three launchers are understood: torchrun's variables, which Paceline's own supervisor sets too (so a plain script runs
+under either), and Slurm's ``srun``. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+__all__ = ["WorkerEnv", "for_worker", "read", "restarts"]
+
+_REPORT_DIR = "PACELINE_REPORT_DIR"
+_SUPERVISOR = "PACELINE_SUPERVISOR_PID"
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnv:
+    """The place of this process in a team that somebody else started.
+
+    Args:
+        rank: 0 to ``world_size - 1``.
+        world_size: workers of the whole run.
+        local_rank: number of the worker on its machine; its GPU.
+        master_addr: where the workers meet.
+        master_port: TCP port of the key-value store there. Unused by a team of one.
+        store_hosted: the launcher already serves that store, so that every worker is a client; else worker 0 serves.
+        report_dir: where a failing worker leaves its report for the supervisor; ``None`` under other launchers.
+        restarts: how often the launcher has started this team before. Keys in a hosted store outlive a restart, so
+            they need this number in their names.
+        supervisor_pid: our own supervisor, with which a worker must die; ``None`` under other launchers.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    store_hosted: bool = False
+    report_dir: Path | None = None
+    restarts: int = 0
+    supervisor_pid: int | None = None
+
+
+def read(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
+    """This process's place in a team, or ``None`` when nobody started it as a worker.
+
+    Args:
+        environ: in place of the process's own environment.
+
+    Raises:
+        ConfigError: the environment contradicts itself, e.g. names 4 workers and no rank.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", default=1) > 1:
+        return _from_slurm(env)
+    return None
+
+
+def restarts(environ: Mapping[str, str] | None = None) -> int:
+    """How often the launcher (torchrun or Slurm) has started this run before; 0 the first time."""
+    env = os.environ if environ is None else environ
+    return max(_number(env, name, default=0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def for_worker(rank: int, world_size: int, *, port: int | None, report_dir: Path) -> dict[str, str]:
+    """The whole environment of a worker started by this process, which it must not outlive.
+
+    Args:
+        rank: the worker's rank, on this one machine also its local rank.
+        world_size: workers of the team.
+        port: of the store on the loopback interface; ``None`` for a team of one, which needs no store.
+        report_dir: where the worker leaves its report.
+    """
+    env = dict(os.environ)
+    for name in _LAUNCHER_VARIABLES:
+        env.pop(name, None)
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    env |= {_REPORT_DIR: str(report_dir), _SUPERVISOR: str(os.getpid())}
+    if port is not None:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
+    return env
+
+
+def _from_torchrun(env: Mapping[str, str]) -> WorkerEnv:
+    alone = env.get("WORLD_SIZE") == "1"
+    wanted = _LAUNCHER_VARIABLES[:3] if alone else _LAUNCHER_VARIABLES
+    missing = [name for name in wanted if not env.get(name)]
+    if missing:
+        raise ConfigError(
+            "cannot tell which worker this is",
+            found=", ".join(f"{name}={env[name]}" for name in wanted if env.get(name)) or "empty RANK and WORLD_SIZE",
+            needed=f"{', '.join(missing)} too",
+            fix="Start workers with `paceline train -n N` or torchrun, or unset RANK and WORLD_SIZE to run alone",
+        )
+    rank, world_size, local_rank = (_number(env, name) for name in _LAUNCHER_VARIABLES[:3])
+    _check_rank("RANK", rank, "WORLD_SIZE", world_size)
+    _check_rank("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size)
+    report_dir, supervisor = env.get(_REPORT_DIR), env.get(_SUPERVISOR)
+    return WorkerEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_number(env, "MASTER_PORT", default=29500),  # torch's own default
+        store_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        report_dir=Path(report_dir) if report_dir else None,
+        restarts=restarts(env),
+        supervisor_pid=int(supervisor) if supervisor else None,
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> WorkerEnv:
+    rank, world_size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    _check_rank("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
+    addr = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", ""))
+    if env.get("MASTER_PORT"):
+        port = _number(env, "MASTER_PORT")
+    elif reserved := re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", "")):  # srun --resv-ports
+        port = int(reserved[0])
+    else:  # the same on every node of the job, and another for each job of a shared node
+        port = 15000 + _number(env, "SLURM_JOB_ID") % 10000
+    return WorkerEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        master_addr=addr,
+        master_port=port,
+        restarts=restarts(env),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> _first_host("gpu[003-007,012],login1")
+    'gpu003'
+    >>> _first_host("login1,gpu[003-007]")
+    'login1'
+    """
+    match = re.match(r"([^,\[\s]+)(?:\[(\d+)[^\]]*\]([^,\s]*))?", nodes)
+    if match is None:
+        raise ConfigError(
+            "cannot tell where the workers meet",
+            found=f"SLURM_STEP_NODELIST={nodes!r}",
+            needed="a list of nodes",
+            fix="Set MASTER_ADDR to the host of worker 0",
+        )
+    return "".join(part or "" for part in match.groups())
+
+
+def _number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = env.get(name)
+    if not text and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit():
+        raise ConfigError(
+            "cannot tell which worker this is",
+            found=f"{name}={text!r}",
+            needed="a whole number >= 0",
+            fix=f"Correct or unset {name}",
+        )
+    return int(text)
+
+
+def _check_rank(name: str, rank: int, size_name: str, world_size: int) -> None:
+    if rank >= world_size:
+        raise ConfigError(
+            "cannot tell which worker this is",
+            found=f"{name}={rank}, {size_name}={world_size}",
+            needed=f"0 <= {name} < {size_name}",
+            fix="Start workers with `paceline train -n N` or torchrun",
+        )
