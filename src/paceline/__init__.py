@@ -1,0 +1,1 @@
+"""Data-parallel training whose result does not depend on the workers."""

@@ -1,0 +1,248 @@
+"""What a run is: `Recipe` (all that may change a bit of the result) and `Execution` (all that must not).
+
+Both are frozen and checked when made. `Identity` is what a resume must match.
+Reading YAML and the command line is `paceline.cli`'s; this module knows only values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from paceline.errors import ConfigError
+from paceline.lanes import check_batch, lanes_of
+
+__all__ = ["Execution", "Identity", "Optimizer", "Recipe", "Schedule", "as_dict"]
+
+
+def _require(ok: bool, what: str, found: object, needed: str, fix: str) -> None:
+    if not ok:
+        raise ConfigError(f"cannot use {what}", found=f"{what.rpartition('.')[2]}={found!r}", needed=needed, fix=fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer by import path.
+
+    Args:
+        class_path: any torch optimizer; a bare name is looked up in ``torch.optim``.
+        lr: peak learning rate, the one that the schedule scales.
+        weight_decay: applied to matrices and embeddings only, never to vectors (norms, biases). ``null`` leaves the
+            optimizer's own default.
+        betas: passed on when the optimizer takes them; ``null`` leaves its own default.
+        eps: likewise.
+        fused: one kernel per step where the optimizer has it.
+        init_args: further arguments of the optimizer, by name.
+    """
+
+    class_path: str = "AdamW"
+    lr: float = 1e-3
+    weight_decay: float | None = 0.1
+    betas: tuple[float, float] | None = (0.9, 0.95)
+    eps: float | None = None
+    fused: bool = True
+    init_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(self.lr >= 0, "optimizer.lr", self.lr, "a number >= 0", "Use lr: 1.0e-3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate as a function of the step alone: a linear warm-up, then one of four shapes.
+
+    Args:
+        kind: ``cosine`` or ``linear`` decay to ``final``; ``constant``; ``wsd`` (warm-up, stable, linear decay).
+        warmup: steps from 0 to the peak.
+        final: fraction of the peak reached at the last step.
+        decay: ``wsd`` only: fraction of all steps spent in the decay.
+    """
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: int = 0
+    final: float = 0.1
+    decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        _require(self.warmup >= 0, "schedule.warmup", self.warmup, "steps >= 0", "Use warmup: 0 for none")
+        _require(0 <= self.final <= 1, "schedule.final", self.final, "a fraction of the peak, 0 to 1", "Use final: 0.1")
+        _require(0 <= self.decay <= 1, "schedule.decay", self.decay, "a fraction of the steps, 0 to 1", "Use decay: 0.2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Every setting that may change a bit of the result.
+
+    Args:
+        batch: samples of one step, over all lanes: ``lanes x micro_steps x micro_batch``.
+        micro_batch: samples of one forward and backward.
+        lanes: virtual workers; the most real workers this recipe can ever use.
+        steps: length of the run in steps; or
+        epochs: in passes over the data. One of the two.
+        tail: the samples that do not divide over lanes. ``short``: each sample once an epoch, some lanes one fewer;
+            ``pad``: repeats fill up (torch's ``DistributedSampler``); ``drop``: left out (its ``drop_last=True``).
+        order: ``cipher``: a keyed bijection, O(1) memory; ``permutation``: the epoch order of ``DistributedSampler``
+            with one replica per lane; ``sequential``.
+        seed: of initial weights, order, dropout and augmentation.
+        optimizer: see `Optimizer`.
+        schedule: see `Schedule`.
+        max_norm: clip the global gradient norm to this; ``null``: no clipping.
+        on_nonfinite: what all workers do when a loss or gradient is not finite: ``raise``, or ``skip`` the update.
+        skip_loss_above: skip the update when the step's mean loss is above this.
+        precision: ``fp32``, or ``bf16`` autocast over fp32 weights.
+        compile: compile the model's repeated blocks, one by one.
+        device: ``cpu``, ``cuda``, or ``auto``: cuda where there is one. The resolved value is recorded.
+        threads: torch threads of each worker; sums inside an operator can depend on them.
+        gradients: ``exact``: a fixed tree over lanes; ``allreduce``: the backend's own sum, bits move with workers.
+        init_from: run directory whose weights the run starts from.
+    """
+
+    batch: int = 64
+    micro_batch: int = 8
+    lanes: int = 8
+    steps: int | None = None
+    epochs: int | None = None
+    tail: Literal["short", "pad", "drop"] = "short"
+    order: Literal["cipher", "permutation", "sequential"] = "cipher"
+    seed: int = 0
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    max_norm: float | None = 1.0
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    skip_loss_above: float | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1
+    gradients: Literal["exact", "allreduce"] = "exact"
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "micro_batch", "lanes", "threads"):
+            value = getattr(self, name)
+            _require(value >= 1, f"recipe.{name}", value, "a whole number >= 1", f"Use recipe.{name}: 8")
+        for name in ("steps", "epochs"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"recipe.{name}", value, "a whole number >= 1", f"Use {name}: 100")
+        _require(0 <= self.seed < 2**63, "recipe.seed", self.seed, "0 <= seed < 2**63", "Use seed: 0")
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                "cannot tell how long to train",
+                found=f"steps={self.steps}, epochs={self.epochs}",
+                needed="exactly one of them",
+                fix="Set recipe.steps or recipe.epochs, not both",
+            )
+        _require(
+            self.max_norm is None or self.max_norm > 0, "recipe.max_norm", self.max_norm, "a number > 0", "Use null for no clipping"
+        )
+        check_batch(self.batch, self.micro_batch, self.lanes)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of one lane in a full step."""
+        return self.batch // (self.lanes * self.micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Every setting that must not change a bit of the result.
+
+    Args:
+        workers: training processes; ``auto``: one per GPU, or one per two CPU cores up to the lanes (at least one).
+        loader_workers: data-loading processes of each worker; 0 loads in the worker itself.
+        checkpoint_every: steps between checkpoints; ``null``: only at the end.
+        async_checkpoint: write in the background; a step waits only for the copy in memory.
+        keep: newest checkpoints kept.
+        keep_best: also keep the checkpoint with the lowest value of this held-out metric.
+        evaluate_every: steps between evaluations; ``null``: only at the end.
+        log_every: steps between progress lines.
+        digest_every: steps between digests of the whole state in the run log, with each tensor's; for `verify`.
+        bucket_mib: size of one exchange in MiB.
+        stop_at: stop after this step, leaving the schedule as it is.
+        run_dir: where the run lives; default ``runs/<config name>``.
+        tensorboard: also write scalars for TensorBoard to ``<run_dir>/tensorboard``.
+        timeout_s: seconds after which a wait for the other workers is an error.
+    """
+
+    workers: int | Literal["auto"] = "auto"
+    loader_workers: int = 0
+    checkpoint_every: int | None = 500
+    async_checkpoint: bool = True
+    keep: int = 3
+    keep_best: str | None = None
+    evaluate_every: int | None = 500
+    log_every: int = 10
+    digest_every: int | None = None
+    bucket_mib: float = 16.0
+    stop_at: int | None = None
+    run_dir: str | None = None
+    tensorboard: bool = False
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "checkpoint_every", "keep", "evaluate_every", "log_every", "digest_every", "stop_at"):
+            value = getattr(self, name)
+            ok = value is None or value == "auto" or value >= 1
+            _require(ok, f"execution.{name}", value, "a whole number >= 1", f"Use execution.{name}: 1 or more")
+        _require(
+            self.loader_workers >= 0, "execution.loader_workers", self.loader_workers, "a whole number >= 0", "Use 0 to load in the worker"
+        )
+        for name in ("bucket_mib", "timeout_s"):
+            value = getattr(self, name)
+            _require(value > 0, f"execution.{name}", value, "a number > 0", f"Leave out execution.{name} for the default")
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises `ConfigError` when ``recipe`` cannot be run this way."""
+        if self.workers != "auto":
+            lanes_of(0, self.workers, recipe.lanes)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a resume must match, as flat fields: ``{"recipe.seed": 0, "task.class_path": "...", ...}``.
+
+    >>> a = Identity.of({"recipe": {"seed": 0, "steps": 3}})
+    >>> a.differences(Identity.of({"recipe": {"seed": 1, "steps": 3}}))
+    ['recipe.seed: 0 there, 1 here']
+    """
+
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Identity:
+        """Flattens nested mappings; every leaf must be JSON."""
+        flat: dict[str, Any] = {}
+
+        def walk(prefix: str, value: Any) -> None:
+            if isinstance(value, Mapping) and value:
+                for key, below in value.items():
+                    walk(f"{prefix}.{key}" if prefix else str(key), below)
+            else:
+                flat[prefix] = json.loads(json.dumps(value))
+
+        walk("", tree)
+        return cls(flat)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the fields in canonical JSON, 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(dict(self.fields), sort_keys=True).encode()).hexdigest()
+
+    def differences(self, here: Identity) -> list[str]:
+        """One line per field in which ``here`` differs from this recorded identity; empty when they match."""
+        missing = "nothing"
+        return [
+            f"{name}: {self.fields.get(name, missing)} there, {here.fields.get(name, missing)} here"
+            for name in sorted({*self.fields, *here.fields})
+            if self.fields.get(name, missing) != here.fields.get(name, missing)
+        ]
+
+
+def as_dict(settings: Recipe | Execution) -> dict[str, Any]:
+    """Settings as plain nested dicts, lists and scalars: what YAML and JSON can hold."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
+    return plain

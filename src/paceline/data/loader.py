@@ -1,0 +1,150 @@
+"""Micro-batches of the lanes of one worker, from any step on, loaded here or in loader workers.
+
+No loader state exists: what comes next follows from (plan, step, lanes). A loader worker is a subprocess of a worker;
+it dies with it, and ignores the signals that are meant for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from paceline.data.order import Plan
+from paceline.determinism import aligned, configure_thread, seed_by
+
+__all__ = ["Loader", "move"]
+
+Index = tuple[int, int]
+"""(epoch, sample): what the randomness of a sample is keyed by."""
+
+
+@dataclass(frozen=True)
+class _Keyed(Dataset[Any]):
+    """``dataset`` with torch, numpy and `random` seeded for each sample from (seed, epoch, index) before it is made.
+
+    A dataset whose attribute ``keyed`` is False says that it draws no random numbers, and is read without.
+    """
+
+    dataset: Any
+    seed: int
+
+    def __getitems__(self, keys: Sequence[Index]) -> list[Any]:
+        if not getattr(self.dataset, "keyed", True):
+            indices = [index for _, index in keys]
+            if hasattr(self.dataset, "__getitems__"):
+                samples: list[Any] = self.dataset.__getitems__(indices)
+                return samples
+            return [self.dataset[index] for index in indices]
+        samples = []
+        for epoch, index in keys:
+            seed_by(self.seed, "sample", epoch, index)
+            samples.append(self.dataset[index])
+        return samples
+
+    def __getitem__(self, key: Index) -> Any:
+        return self.__getitems__([key])[0]
+
+
+class Loader:
+    """Loads micro-batches in the order in which this worker needs them.
+
+    Args:
+        dataset: map-style: ``len(dataset)``, ``dataset[index]``; optionally ``__getitems__(indices)`` for many at once.
+        seed: of augmentation.
+        collate: makes a batch of a list of samples.
+        device: where batches end up.
+        loader_workers: subprocesses; 0 loads in the calling thread.
+        threads: torch threads of a loader worker.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+        device: torch.device,
+        loader_workers: int,
+        threads: int,
+    ) -> None:
+        self._dataset, self._seed, self._collate = _Keyed(dataset, seed), seed, collate or default_collate
+        self._device, self._loader_workers, self._threads = device, loader_workers, threads
+
+    def train(self, plan: Plan, lanes: range, steps: range) -> Iterator[Any]:
+        """The micro-batches of ``lanes``, lane by lane, step by step."""
+        return self._load(
+            [(plan.epoch_of(step), int(index)) for index in indices]
+            for step in steps
+            for lane in lanes
+            for indices in plan.lane(step, lane)
+        )
+
+    def evaluate(self, samples: int, micro_batch: int, lanes: range, all_lanes: int) -> Iterator[tuple[int, int, Any]]:
+        """(lane, number, micro-batch) of every sample once: micro-batch ``n`` belongs to lane ``n % all_lanes``."""
+        numbers = [n for n in range(-(-samples // micro_batch)) if n % all_lanes in lanes]
+        batches = self._load(
+            [(0, index) for index in range(n * micro_batch, min(samples, (n + 1) * micro_batch))] for n in numbers
+        )
+        for number, batch in zip(numbers, batches, strict=True):
+            yield number % all_lanes, number, batch
+
+    def _load(self, keys: Iterator[list[Index]]) -> Iterator[Any]:
+        if self._loader_workers == 0:
+            for some in keys:
+                yield move(self._collate(self._dataset.__getitems__(some)), self._device)
+            return
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=_Once(keys),
+            num_workers=self._loader_workers,
+            collate_fn=self._collate,
+            worker_init_fn=_Start(self._threads),
+            pin_memory=self._device.type == "cuda",
+        )
+        for batch in loader:
+            yield move(batch, self._device)
+
+
+class _Once:
+    """A batch sampler that gives a stream of index lists, once."""
+
+    def __init__(self, keys: Iterator[list[Index]]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[list[Index]]:
+        return self._keys
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a loader worker does first. It must not outlive its worker, whose sockets it holds open when forked."""
+
+    threads: int
+
+    def __call__(self, number: int) -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        # A signal to the process group is for the worker, which ends its loaders itself.
+        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(ignored, signal.SIG_IGN)
+        configure_thread(self.threads)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Every tensor in nested dicts, lists and tuples on ``device``, float ones on 64-byte-aligned storage of their own."""
+    if isinstance(batch, Tensor):
+        moved = batch.to(device, non_blocking=True)
+        return aligned(moved) if moved.is_floating_point() else moved
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(move(value, device) for value in batch)
+    return batch

@@ -1,0 +1,161 @@
+"""Seeds by key, threads, torch's global flags, aligned storage and digests. Nothing else in the package sets these.
+
+Randomness is keyed, never carried: a generator is seeded from where it is used, so no generator's state is ever saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+
+__all__ = [
+    "ALIGNMENT",
+    "aligned",
+    "autocast",
+    "compile_blocks",
+    "configure_process",
+    "configure_thread",
+    "digest",
+    "flatten_state",
+    "resolve_device",
+    "seed_by",
+    "tensor_digest",
+]
+
+ALIGNMENT = 64
+"""Bytes. Kernels choose other paths, with other bits, by a pointer's offset; a cache line is the widest they ask for."""
+
+
+def seed_by(*key: int | str) -> int:
+    """Seeds torch, numpy and Python's `random` in this process from a key, and returns the seed (63 bits).
+
+    >>> seed_by("step", 3, 0) == seed_by("step", 3, 0) != seed_by("step", 3, 1)
+    True
+    """
+    text = "/".join(str(part) for part in key)
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+    return seed
+
+
+def configure_process(*, threads: int, device: torch.device) -> None:
+    """Sets all that moves bits without being asked: threads, denormals, algorithm choice. Once per worker."""
+    configure_thread(threads)
+    torch.use_deterministic_algorithms(True)
+    # Filling every empty tensor with NaN only helps to find bugs, and costs a pass over memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def configure_thread(threads: int) -> None:
+    """What torch keeps per thread: its OpenMP width and the treatment of denormals. In each thread that computes."""
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+
+
+def resolve_device(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """The device of this worker.
+
+    Raises:
+        ConfigError: cuda was asked for and is not there, or there are fewer GPUs than workers on this machine.
+    """
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "cannot use recipe.device=cuda",
+            found="no CUDA device",
+            needed="a GPU and a CUDA build of torch",
+            fix="Use recipe.device: cpu",
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            "cannot give each worker a GPU",
+            found=f"local rank {local_rank}, {torch.cuda.device_count()} GPUs",
+            needed="one GPU per worker",
+            fix=f"Use -n {torch.cuda.device_count()} or fewer",
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def autocast(precision: Literal["fp32", "bf16"], device: torch.device) -> Iterator[None]:
+    """Autocast to bf16 over fp32 weights, or nothing."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        yield
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles the members of every `nn.ModuleList` of ``model`` one by one, in place; keys and attributes stay.
+
+    Shapes are static: with dynamic shapes the bits would depend on which shapes a worker happened to see first. For the
+    same reason running past the recompile limit, where torch would quietly go back to eager code, is an error.
+
+    Raises:
+        ConfigError: the model has no repeated blocks.
+    """
+    blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    if not blocks:
+        raise ConfigError(
+            "cannot compile the model by blocks",
+            found=f"no nn.ModuleList in {type(model).__name__}",
+            needed="repeated blocks in an nn.ModuleList",
+            fix="Set recipe.compile: false, or hold the blocks in an nn.ModuleList",
+        )
+    import torch._dynamo  # torch imports it lazily, and so do we: it takes a second
+
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # A shape per possible micro-batch in train and in eval mode is normal here, not a runaway.
+    torch._dynamo.config.recompile_limit = 64
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy of it on its own storage when its first byte is not 64-byte aligned."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def tensor_digest(name: str, tensor: Tensor) -> str:
+    """xxh3-128 of a tensor's name, dtype, shape and raw bytes, 32 hexadecimal digits."""
+    hasher = xxhash.xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        hasher.update(flat.view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """One digest of many tensors, whatever the order of the mapping."""
+    hasher = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        hasher.update(tensor_digest(name, tensors[name]))
+    return hasher.hexdigest()
+
+
+def flatten_state(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a nested ``state_dict``, with its path: ``optimizer.state.0.exp_avg``."""
+    if isinstance(state, Tensor):
+        yield prefix, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from flatten_state(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from flatten_state(value, f"{prefix}.{index}" if prefix else str(index))

@@ -1,0 +1,87 @@
+"""Module buffers that training changes (BatchNorm statistics), kept independent of who drives which lane.
+
+Every lane starts a step from the same buffers. Afterwards a float buffer that some lane changed becomes the tree-mean
+over the lanes that had data, an integer one the maximum; an unchanged one is left alone, since averaging equal values
+over 3 lanes already moves their last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.reduction.tree import fold
+from paceline.team import Team
+
+__all__ = ["LaneBuffers"]
+
+
+class LaneBuffers:
+    """The buffers of ``modules`` (by tracked name) over the lanes of one step."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = dict(modules)
+        self._start: dict[str, Tensor] = {}
+        self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._changed: dict[int, dict[str, Tensor]] = {}
+
+    def _current(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{path}": buffer
+            for name, module in self._modules.items()
+            for path, buffer in module.named_buffers()
+        }
+
+    def begin_step(self) -> None:
+        """Remembers what every lane of the step starts from."""
+        current = self._current()
+        self._start = {name: buffer.clone() for name, buffer in current.items()}
+        self._seen = {name: (buffer, buffer._version) for name, buffer in current.items()}
+        self._changed = {}
+
+    def end_lane(self, lane: int) -> None:
+        """Keeps what a lane that had data changed, and puts the start back for the next."""
+        changed: dict[str, Tensor] = {}
+        for name, buffer in self._current().items():
+            seen, version = self._seen[name]
+            if buffer is seen and buffer._version == version:
+                continue  # not written to at all: the usual case, for free
+            if not _same_bytes(buffer, self._start[name]):
+                changed[name] = buffer.clone()
+                buffer.copy_(self._start[name])
+            self._seen[name] = (buffer, buffer._version)
+        self._changed[lane] = changed
+
+    @property
+    def changed(self) -> bool:
+        """Whether a lane of this worker changed a buffer. When one of any worker did, all must call `finish`."""
+        return any(self._changed.values())
+
+    def finish(self, team: Team, lanes: int) -> None:
+        """Merges over all lanes of all workers. Collective."""
+        lanes_changed: dict[int, dict[str, Tensor]] = {}
+        for part in team.gather({lane: {k: v.cpu() for k, v in c.items()} for lane, c in self._changed.items()}):
+            lanes_changed |= part
+        current = self._current()
+        for name in sorted({name for changed in lanes_changed.values() for name in changed}):
+            start = self._start[name].cpu()
+            values = [lanes_changed[lane].get(name, start) for lane in sorted(lanes_changed)]
+            current[name].copy_(_merge(values, [lane for lane in sorted(lanes_changed)], lanes))
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, so that NaN equals itself and -0.0 differs from 0.0."""
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _merge(values: Sequence[Tensor], at: Sequence[int], lanes: int) -> Tensor:
+    """The tree-mean of float values of lanes ``at``, the maximum of integers."""
+    if not values[0].is_floating_point():
+        return torch.stack(list(values)).amax(0)
+    by_lane = dict(zip(at, values, strict=True))
+    zero = torch.zeros_like(values[0])
+    leaves = [((lane, lane + 1), by_lane.get(lane, zero)) for lane in range(lanes)]
+    ((_, total),) = fold(lanes, leaves, torch.add)
+    return total / len(values)

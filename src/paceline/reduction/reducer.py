@@ -1,0 +1,157 @@
+"""The gradients of one step: lanes accumulate into flat views, buckets leave during the last backward.
+
+Every lane takes the same path, whether first, last, only or empty: its flat buffers are zeroed, each ``param.grad`` is
+pointed at its view, backward accumulates. (Letting a lone lane start from ``grad=None`` gives -0.0 where the view gives
++0.0.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.lanes import lanes_of
+from paceline.reduction.buckets import LaneSums, assign
+from paceline.reduction.exchange import Exchange
+from paceline.reduction.tree import fold
+from paceline.team import Pending, Team
+
+__all__ = ["LOSS", "WEIGHT", "Reducer"]
+
+LOSS, WEIGHT = 0, 1
+"""Columns of the table that has one row per lane."""
+
+
+class Reducer:
+    """Reduces the gradients of ``parameters`` over all lanes of a team.
+
+    One step is: for each lane of this worker `begin_lane`, and around each backward `before_backward`; then `finish`.
+
+    Args:
+        parameters: those that require a gradient, the same on every worker and in the same order.
+        lanes: of the recipe.
+        bucket_bytes: size of one exchange.
+        gradients: see `Exchange`.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        parameters: Sequence[nn.Parameter],
+        *,
+        lanes: int,
+        bucket_bytes: int,
+        gradients: Literal["exact", "allreduce"],
+    ) -> None:
+        self._team, self._parameters, self._lanes = team, list(parameters), lanes
+        self.lanes = lanes_of(team.rank, team.world_size, lanes)
+        self._buckets = assign(self._parameters, bucket_bytes)
+        self._bucket_of = {index: at for at, bucket in enumerate(self._buckets) for index in bucket.members}
+        self._sums = LaneSums(self._parameters, self._buckets, lanes)
+        self._exchange = Exchange(team, lanes, gradients)
+        self._views: list[Tensor] = []
+        # Wide enough for the worker with the most lanes: every worker gathers the same shape.
+        rows = -(-lanes // team.world_size)
+        self.table = torch.zeros(rows, 2, dtype=torch.float64, device=team.device)
+        """This worker's lanes: summed loss and summed weight. The step fills it in."""
+        self._gathered = torch.empty(0)
+        self._divisor = torch.empty(0)
+        self._pending: list[Pending[None]] = []
+        self._overlapping = False
+        self._waiting_for: list[int] = []
+        self._launched = 0
+        self.used = torch.zeros(len(self._parameters), dtype=torch.bool)
+        """Which parameters got a gradient from this worker's lanes."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_step(self) -> None:
+        """Forgets the step before."""
+        self._sums.reset()
+        self.table.zero_()
+        self.used.zero_()
+        self._pending, self._overlapping, self._launched = [], False, 0
+        self._waiting_for = [len(bucket.members) for bucket in self._buckets]
+
+    def begin_lane(self, lane: int) -> None:
+        """From now on backward accumulates for ``lane``. The lanes of a worker come in order, the empty ones too."""
+        self._views = self._sums.begin(lane).views
+        self._point_grads()
+
+    def before_backward(self, *, last: bool) -> None:
+        """Before each backward of the lane; ``last``: of the last lane, so that full buckets may leave during it."""
+        self._point_grads()  # zero_grad() in user code takes them off
+        if last:
+            self._send_table()
+            self._overlapping = True
+
+    def finish(self) -> Tensor:
+        """After the last backward: waits until every ``param.grad`` is the global sum divided by the global weight.
+
+        Returns:
+            The table of all lanes, shape ``(lanes, 2)``, float64, on the team's device. Collective.
+        """
+        if not self._overlapping:
+            self._send_table()
+        while self._launched < len(self._buckets):
+            self._launch()
+        for pending in self._pending:
+            pending.wait()
+        self._views = self._sums.result.views
+        self._point_grads()
+        return self._gathered
+
+    def drop_unused(self, used: Tensor) -> None:
+        """A parameter that no lane of any worker used has no gradient, as in plain torch: AdamW would decay it."""
+        for index in (~used).nonzero().flatten().tolist():
+            self._parameters[index].grad = None
+
+    def _point_grads(self) -> None:
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def _accumulated(self, index: int, parameter: Tensor) -> None:
+        """After each accumulation into a parameter's gradient, in the thread that runs backward."""
+        view = self._views[index]
+        if parameter.grad is not view:  # create_graph=True accumulates out of place
+            assert parameter.grad is not None
+            view.copy_(parameter.grad.detach())
+            parameter.grad = view
+        self.used[index] = True
+        if self._overlapping:
+            self._waiting_for[self._bucket_of[index]] -= 1
+            while self._launched < len(self._buckets) and not self._waiting_for[self._launched]:
+                self._launch()
+
+    def _launch(self) -> None:
+        """The next bucket, in bucket order: every worker must issue the same exchanges in the same order."""
+        parts, into = self._sums.parts(self._launched), self._sums.result.flats[self._launched]
+        self._launched += 1
+        self._pending.append(self._team.submit(lambda: self._exchange.reduce(parts, into, self._divisor)))
+
+    def _send_table(self) -> None:
+        """Losses and weights go first: they are known before the last backward, and the division needs the weight."""
+
+        def job() -> None:
+            gathered = self._team.all_gather(self.table)
+            rows = []
+            for rank in range(self._team.world_size):
+                mine = lanes_of(rank, self._team.world_size, self._lanes)
+                rows.append(gathered[rank, : len(mine)])
+            self._gathered = torch.cat(rows)
+            weights = [((lane, lane + 1), self._gathered[lane, WEIGHT]) for lane in range(self._lanes)]
+            ((_, self._divisor),) = fold(self._lanes, weights, torch.add)
+
+        self._pending.append(self._team.submit(job))

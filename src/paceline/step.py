@@ -1,0 +1,259 @@
+"""One training step as a transaction: every lane's gradients, one exchange, one decision, the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.order import Plan
+from paceline.determinism import seed_by
+from paceline.errors import NonFiniteError, UsageError
+from paceline.reduction.buffers import LaneBuffers
+from paceline.reduction.reducer import LOSS, WEIGHT, Reducer
+from paceline.reduction.tree import total
+from paceline.team import Team
+
+__all__ = ["Done", "Policy", "Signals", "Step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the recipe says of losses and gradients that are too bad to learn from."""
+
+    on_nonfinite: Literal["raise", "skip"]
+    skip_loss_above: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals:
+    """What one worker has to tell the others, carried by a step's last collective; the team acts on the largest."""
+
+    stop: int = 0
+    """Exit code with which the run should stop after this step, 0 to go on."""
+    save_failed: bool = False
+    """The last checkpoint could not be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A step that has happened, exactly once.
+
+    Args:
+        step: finished steps, this one included.
+        epoch: the pass over the data it belongs to, from 0.
+        loss: sum of losses over sum of weights; NaN when a lane's loss is not finite.
+        grad_norm: global norm before clipping; ``None`` when no update asked for it.
+        lr: learning rate of the first parameter group.
+        skipped: the update was left out, on every worker.
+        samples: of all lanes.
+        weight: sum of weights.
+        lane_losses: summed loss of each lane.
+        stop: the largest `Signals.stop` of all workers.
+        save_failed: some worker's.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float | None
+    lr: float | None
+    skipped: bool
+    samples: int
+    weight: float
+    lane_losses: tuple[float, ...]
+    stop: int
+    save_failed: bool
+
+
+class Step:
+    """Given to a train step function, which iterates over it, calls `backward` per micro-batch, then `update`.
+
+    ``for batch in step`` gives this worker's micro-batches, lane by lane; in the loop's body torch, numpy and `random`
+    are seeded from (seed, step, lane, micro-batch), so dropout does not depend on who drives the lane.
+
+    Attributes:
+        number: finished steps before this one; 0 in the first step. What a schedule is a function of.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        plan: Plan,
+        batches: Iterator[Any],
+        reducer: Reducer,
+        buffers: LaneBuffers,
+        team: Team,
+        policy: Policy,
+        signals: Signals,
+    ) -> None:
+        self.number = number
+        self._plan, self._batches, self._reducer, self._buffers = plan, batches, reducer, buffers
+        self._team, self._policy, self._signals = team, policy, signals
+        self._phase: Literal["new", "batch", "between", "reduced", "updated"] = "new"
+        self._row, self._last = 0, False
+        self._table: list[list[float]] = []
+        self._ballot: list[int] = []
+        self._grad_norm: float | None = None
+        self._lr: float | None = None
+        self._skipped = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._expect("new", "iterate over the step a second time", "one loop over the step")
+        self._reducer.begin_step()
+        self._buffers.begin_step()
+        for row, lane in enumerate(self._reducer.lanes):
+            self._reducer.begin_lane(lane)
+            micro_batches = len(self._plan.lane(self.number, lane))
+            for micro in range(micro_batches):
+                seed_by(self._plan.seed, "train", self.number, lane, micro)
+                self._row = row
+                self._last = lane == self._reducer.lanes[-1] and micro == micro_batches - 1
+                self._phase = "batch"
+                yield next(self._batches)
+                self._expect("between", "go on to the next micro-batch", "one step.backward(loss, weight=...) for each")
+            if micro_batches:
+                self._buffers.end_lane(lane)
+        self._phase = "between"
+        self._reduce()
+
+    def backward(self, loss: Tensor, *, weight: float) -> None:
+        """Adds one micro-batch to the step. Not collective; the team exchanges gradients during a worker's last one.
+
+        Args:
+            loss: sum over the micro-batch's samples or tokens, 0-dim. Several losses: add them up first.
+            weight: how many those are; gradients are divided once by the weight of all lanes together.
+
+        Raises:
+            UsageError: called outside the loop over the step, or twice in one turn of it.
+        """
+        self._expect("batch", "call step.backward here", "one call for each micro-batch, in the loop over the step")
+        if loss.dim() != 0:
+            raise UsageError(
+                "cannot run backward",
+                found=f"a loss of shape {tuple(loss.shape)}",
+                needed="a single number, summed over the micro-batch",
+                fix="Use reduction='sum', or loss.sum()",
+            )
+        self._reducer.table[self._row, LOSS] += loss.detach()
+        self._reducer.table[self._row, WEIGHT] += weight
+        self._reducer.before_backward(last=self._last)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._phase = "between"
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, *, lr: float | None = None, max_norm: float | None = None
+    ) -> None:
+        """Clips once, decides with all workers whether the step counts, and steps ``optimizer``.
+
+        Args:
+            lr: learning rate of every parameter group from now on; ``None`` leaves them.
+            max_norm: clip the global norm of the optimizer's gradients to this; ``None``: no clipping.
+
+        Raises:
+            NonFiniteError: on every worker, when a loss or the norm is not finite and the recipe says ``raise``.
+        """
+        if self._phase not in ("reduced", "updated"):
+            self._expect("reduced", "call step.update here", "the loop over the step to end first")
+        self._phase = "updated"
+        if lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._grad_norm = float(norm)
+        if self._decide():
+            if max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            optimizer.step()
+
+    def done(self) -> Done:
+        """The step's result, for the run.
+
+        Raises:
+            UsageError: the train step returned without having looped over the step and called `update`.
+        """
+        self._expect("updated", "end the step", "a loop over the step, then step.update(optimizer)")
+        losses = tuple(row[LOSS] for row in self._table)
+        weight = total([row[WEIGHT] for row in self._table])
+        epoch_step = self.number % self._plan.steps_per_epoch
+        return Done(
+            step=self.number + 1,
+            epoch=self._plan.epoch_of(self.number),
+            loss=total(losses) / weight,
+            grad_norm=self._grad_norm,
+            lr=self._lr,
+            skipped=self._skipped,
+            samples=min(self._plan.batch, self._plan.epoch_samples - epoch_step * self._plan.batch),
+            weight=weight,
+            lane_losses=losses,
+            stop=self._ballot[0],
+            save_failed=bool(self._ballot[1]),
+        )
+
+    def _reduce(self) -> None:
+        """Ends the exchange. After its last collective the step can still be abandoned, but nobody waits for anybody."""
+        table = self._reducer.finish()
+        mine = torch.tensor(
+            [self._signals.stop, self._signals.save_failed, self._buffers.changed], dtype=torch.uint8
+        )
+        mine = torch.cat([mine, self._reducer.used.to(torch.uint8)]).to(self._team.device)
+        ballot = self._team.submit(lambda: self._team.all_gather(mine)).wait().amax(0).cpu()
+        self._ballot = ballot[:3].tolist()
+        if self._ballot[2]:
+            self._buffers.finish(self._team, self._plan.lanes)
+        self._reducer.drop_unused(ballot[3:].bool())
+        self._table = table.tolist()
+        if not total([row[WEIGHT] for row in self._table]):
+            raise UsageError(
+                f"cannot divide the gradients of step {self.number + 1}",
+                found="a weight of 0 over all lanes",
+                needed="a weight above 0",
+                fix="Pass the number of samples or tokens as step.backward(loss, weight=...)",
+            )
+        self._phase = "reduced"
+
+    def _decide(self) -> bool:
+        """Whether to update, from reduced values only, so that every worker decides alike."""
+        losses = [row[LOSS] for row in self._table]
+        bad_lanes = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad_lanes or not math.isfinite(self._grad_norm or 0.0):
+            if self._policy.on_nonfinite == "raise":
+                raise NonFiniteError(
+                    f"step {self.number + 1} is not finite",
+                    found=f"the loss of lane {_listed(bad_lanes)}" if bad_lanes else f"grad_norm={self._grad_norm}",
+                    needed="finite losses and gradients",
+                    fix="Lower the learning rate, look at that lane's samples with `paceline order`, or set "
+                    "recipe.on_nonfinite: skip",
+                )
+            self._skipped = True
+        elif self._policy.skip_loss_above is not None:
+            mean = total(losses) / total([row[WEIGHT] for row in self._table])
+            self._skipped = mean > self._policy.skip_loss_above
+        return not self._skipped
+
+    def _expect(self, phase: str, what: str, needed: str) -> None:
+        if self._phase != phase:
+            happened = {
+                "new": "nothing was done with the step yet",
+                "batch": "a micro-batch without step.backward",
+                "between": "step.backward was called already",
+                "reduced": "the loop over the step has ended, without step.update",
+                "updated": "step.update was called already",
+            }[self._phase]
+            raise UsageError(f"cannot {what}", found=happened, needed=needed, fix="See `paceline.Step`")
+
+
+def _listed(lanes: Sequence[int]) -> str:
+    return ", ".join(map(str, lanes))
+
+
+def trainable(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that require a gradient, each once, in registration order."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))

@@ -1,0 +1,309 @@
+"""The workers of a run: one object owns all communication, with three bodies. The only user of torch.distributed.
+
+`SoloTeam` is one worker alone, `TorchTeam` a process group (gloo or nccl), `ThreadTeam` threads of one process for
+tests. Pass the team in; nobody looks it up.
+
+[Note: one thread issues all collectives] Two threads that issue collectives on one group pair up with the wrong ones of
+the other workers: silent wrong sums. So every team has one communication thread. `Team.submit` hands it a job, jobs run
+in order, and every worker must submit the same jobs in the same order. The methods marked *in a job* may be called only
+there; `gather` and `barrier` are whole jobs, for any other thread, and wait.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.determinism import configure_thread
+from paceline.env import WorkerEnv
+from paceline.errors import TeamError
+
+__all__ = ["Pending", "SoloTeam", "Team", "ThreadTeam", "TorchTeam"]
+
+T = TypeVar("T")
+_LOST = object()
+
+
+class Pending(Generic[T]):
+    """A job given to the communication thread."""
+
+    def __init__(self, future: Future[T], done: torch.cuda.Event | None = None) -> None:
+        self._future, self._done = future, done
+
+    def wait(self) -> T:
+        """The job's result; raises what the job raised. On CUDA the current stream then waits for the job's stream."""
+        result = self._future.result()
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        return result
+
+
+class Team(ABC):
+    """Workers that train together: ``rank`` of ``world_size``, on ``device``.
+
+    Args:
+        threads: torch threads of the communication thread, which adds gradients.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int) -> None:
+        self.rank, self.world_size, self.local_rank, self.device = rank, world_size, local_rank, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "paceline-communication", configure_thread, (threads,))
+
+    def submit(self, job: Callable[[], T]) -> Pending[T]:
+        """Runs ``job`` in the communication thread after those before it (on CUDA: on its stream, after all work queued
+        on the current stream so far). Collective if the job is."""
+        if self._stream is None:
+            return Pending(self._thread.submit(job))
+        ready, done, stream = torch.cuda.Event(), torch.cuda.Event(), self._stream
+        ready.record()
+
+        def on_stream() -> T:
+            torch.cuda.set_device(self.device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                result = job()
+                done.record()
+                return result
+
+        return Pending(self._thread.submit(on_stream), done)
+
+    @abstractmethod
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+        """*In a job.* Starts sending tensors to ranks and receiving from ranks; the call returned waits for all of them.
+
+        Between two ranks tensors arrive in the order in which they were sent. Contiguous, of the team's device.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """*In a job.* The sum over workers, in place, in whatever order the backend likes."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """*In a job.* ``tensor`` of every worker, stacked: shape ``(world_size, *tensor.shape)``."""
+
+    @abstractmethod
+    def _gather_objects(self, value: Any) -> list[Any]:
+        """*In a job.* ``value`` of every worker, in rank order."""
+
+    def gather(self, value: T) -> list[T]:
+        """A picklable value from every worker, in rank order. Collective; waits."""
+        return self.submit(lambda: self._gather_objects(value)).wait()
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it. Collective."""
+        self.gather(None)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites ``tensors`` with worker 0's. Collective; waits."""
+
+        def job() -> None:
+            others = range(1, self.world_size)
+            if self.rank == 0:
+                self.swap([(rank, tensor) for tensor in tensors for rank in others], [])()
+            else:
+                self.swap([], [(0, tensor) for tensor in tensors])()
+
+        self.submit(job).wait()
+
+    def close(self) -> None:
+        """Ends the communication thread, then the group, in that order: torch aborts at exit otherwise."""
+        self._thread.shutdown()
+
+
+class SoloTeam(Team):
+    """One worker, no process group. The communication thread still adds lanes, beside the backward."""
+
+    def __init__(self, device: torch.device, threads: int = 1) -> None:
+        super().__init__(rank=0, world_size=1, local_rank=0, device=device, threads=threads)
+
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+        if sends or receives:
+            raise AssertionError("a worker alone has nobody to send to")
+        return lambda: None
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class TorchTeam(Team):
+    """Processes joined by torch.distributed: gloo on CPU, nccl on CUDA (nccl: written with care, not yet run).
+
+    Args:
+        env: this worker's place, from its launcher.
+        timeout_s: seconds after which a wait for another worker is an error.
+    """
+
+    def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float) -> None:
+        super().__init__(
+            rank=env.rank, world_size=env.world_size, local_rank=env.local_rank, device=device, threads=threads
+        )
+        self._timeout_s = timeout_s
+        timeout = datetime.timedelta(seconds=timeout_s)
+        with self._reaching():
+            store = dist.TCPStore(
+                env.master_addr,
+                env.master_port,
+                env.world_size,
+                is_master=env.rank == 0 and not env.store_hosted,
+                timeout=timeout,
+                wait_for_workers=False,
+            )
+            # A restarted launch meets the same store again: its keys must not be the last attempt's.
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(f"paceline/{env.restarts}", store),
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=timeout,
+            )
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Around calls of torch.distributed only: elsewhere a RuntimeError is a bug, here it is a lost worker."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise TeamError(
+                f"worker {self.rank} lost touch with the others",
+                found=str(error).strip().splitlines()[0],
+                needed=f"all {self.world_size} workers alive and answering within {self._timeout_s:g} s",
+                fix="Look for the first worker that failed, or raise execution.timeout_s",
+            ) from error
+
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+        if not sends and not receives:
+            return lambda: None
+        ops = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
+        ops += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
+        with self._reaching():
+            works = dist.batch_isend_irecv(ops)
+
+        def wait() -> None:
+            with self._reaching():
+                for work in works:
+                    work.wait()
+
+        return wait
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        with self._reaching():
+            dist.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        with self._reaching():
+            dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1))
+        return gathered
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        with self._reaching():
+            dist.all_gather_object(values, value)
+        return values
+
+    def close(self) -> None:
+        super().close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class ThreadTeam(Team):
+    """Workers as threads of one process, over queues: the same calls without processes. Made by `ThreadTeam.of`."""
+
+    def __init__(self, rank: int, world_size: int, mail: dict[tuple[int, int], queue.Queue[Any]]) -> None:
+        super().__init__(
+            rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"), threads=torch.get_num_threads()
+        )
+        self._mail = mail
+
+    @classmethod
+    def of(cls, world_size: int) -> list[ThreadTeam]:
+        """One team member for each of ``world_size`` threads."""
+        mail: dict[tuple[int, int], queue.Queue[Any]] = {
+            (a, b): queue.Queue() for a in range(world_size) for b in range(world_size)
+        }
+        return [cls(rank, world_size, mail) for rank in range(world_size)]
+
+    def _post(self, rank: int, value: Any) -> None:
+        self._mail[self.rank, rank].put(value)
+
+    def _take(self, rank: int) -> Any:
+        try:
+            value = self._mail[rank, self.rank].get(timeout=30)
+        except queue.Empty:
+            value = _LOST
+        if value is _LOST:
+            raise TeamError(f"worker {self.rank} lost touch with worker {rank}")
+        return value
+
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+        for rank, tensor in sends:
+            self._post(rank, tensor.clone())
+
+        def wait() -> None:
+            for rank, tensor in receives:
+                tensor.copy_(self._take(rank))
+
+        return wait
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.copy_(self.all_gather(tensor).sum(0))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._gather_objects(tensor.clone()))
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        for rank in range(self.world_size):
+            self._post(rank, value)
+        return [self._take(rank) for rank in range(self.world_size)]
+
+    @staticmethod
+    def run(world_size: int, work: Callable[[Team], T], timeout_s: float = 60.0) -> list[T]:
+        """Runs ``work(team)`` in one thread per worker and returns the results in rank order.
+
+        Raises:
+            The first exception by time, an echo (`TeamError`) only when there is nothing else.
+        """
+        teams = ThreadTeam.of(world_size)
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def body(team: ThreadTeam) -> None:
+            torch.set_num_threads(1)
+            try:
+                results[team.rank] = work(team)
+            except BaseException as error:  # every failure of a thread must reach the caller
+                failures.append(error)
+                for rank in range(world_size):
+                    team._post(rank, _LOST)
+
+        threads = [threading.Thread(target=body, args=(team,), daemon=True) for team in teams]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s)
+        for team in teams:
+            team._thread.shutdown(wait=not failures, cancel_futures=True)
+        if failures:
+            raise next((error for error in failures if not isinstance(error, TeamError)), failures[0])
+        if len(results) < world_size:
+            raise TeamError("cannot finish", found=f"workers {sorted(set(range(world_size)) - set(results))} still at work")
+        return [results[rank] for rank in range(world_size)]
