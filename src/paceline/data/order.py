@@ -225,7 +225,7 @@ class Plan:
         return step // self.steps_per_epoch
 
     def lane(self, step: int, lane: int) -> list[NDArray[np.int64]]:
-        """Sample indices of each micro-batch of ``lane`` in ``step``: the last may be short, ``[]`` is an empty lane."""
+        """Sample indices of each micro-batch of ``lane`` in ``step``; the last may be short, ``[]``: none."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.batch
         stop = min(start + self.batch, self.epoch_samples)
