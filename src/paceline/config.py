@@ -70,7 +70,9 @@ class Schedule:
     def __post_init__(self) -> None:
         _require(self.warmup >= 0, "schedule.warmup", self.warmup, "steps >= 0", "Use warmup: 0 for none")
         _require(0 <= self.final <= 1, "schedule.final", self.final, "a fraction of the peak, 0 to 1", "Use final: 0.1")
-        _require(0 <= self.decay <= 1, "schedule.decay", self.decay, "a fraction of the steps, 0 to 1", "Use decay: 0.2")
+        _require(
+            0 <= self.decay <= 1, "schedule.decay", self.decay, "a fraction of the steps, 0 to 1", "Use decay: 0.2"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,11 @@ class Recipe:
                 fix="Set recipe.steps or recipe.epochs, not both",
             )
         _require(
-            self.max_norm is None or self.max_norm > 0, "recipe.max_norm", self.max_norm, "a number > 0", "Use null for no clipping"
+            self.max_norm is None or self.max_norm > 0,
+            "recipe.max_norm",
+            self.max_norm,
+            "a number > 0",
+            "Use null for no clipping",
         )
         check_batch(self.batch, self.micro_batch, self.lanes)
 
@@ -189,11 +195,17 @@ class Execution:
             ok = value is None or value == "auto" or value >= 1
             _require(ok, f"execution.{name}", value, "a whole number >= 1", f"Use execution.{name}: 1 or more")
         _require(
-            self.loader_workers >= 0, "execution.loader_workers", self.loader_workers, "a whole number >= 0", "Use 0 to load in the worker"
+            self.loader_workers >= 0,
+            "execution.loader_workers",
+            self.loader_workers,
+            "a whole number >= 0",
+            "Use 0 to load in the worker",
         )
         for name in ("bucket_mib", "timeout_s"):
             value = getattr(self, name)
-            _require(value > 0, f"execution.{name}", value, "a number > 0", f"Leave out execution.{name} for the default")
+            _require(
+                value > 0, f"execution.{name}", value, "a number > 0", f"Leave out execution.{name} for the default"
+            )
 
     def check(self, recipe: Recipe) -> None:
         """Raises `ConfigError` when ``recipe`` cannot be run this way."""

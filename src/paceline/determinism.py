@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Bytes. Kernels choose other paths, with other bits, by a pointer's offset; a cache line is the widest they ask for."""
+"""Bytes. A kernel's path, and so its bits, can depend on a pointer's offset; a cache line is the most any asks for."""
 
 
 def seed_by(*key: int | str) -> int:
@@ -55,7 +55,7 @@ def configure_process(*, threads: int, device: torch.device) -> None:
     configure_thread(threads)
     torch.use_deterministic_algorithms(True)
     # Filling every empty tensor with NaN only helps to find bugs, and costs a pass over memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = False
@@ -137,7 +137,7 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
     hasher = xxhash.xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
-        hasher.update(flat.view(torch.uint8).numpy())
+        hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
@@ -145,7 +145,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     """One digest of many tensors, whatever the order of the mapping."""
     hasher = xxhash.xxh3_128()
     for name in sorted(tensors):
-        hasher.update(tensor_digest(name, tensors[name]))
+        hasher.update(tensor_digest(name, tensors[name]).encode())
     return hasher.hexdigest()
 
 

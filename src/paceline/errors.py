@@ -1,7 +1,7 @@
 """The exception tree: every error a user can meet says what is wrong, what was found, what is needed and what to do.
 
->>> str(ConfigError("cannot deal lanes", found="lanes=8, workers=12", needed="workers <= lanes", fix="Use -n 8 or fewer"))
-'cannot deal lanes: found lanes=8, workers=12, need workers <= lanes. Use -n 8 or fewer.'
+>>> print(ConfigError("cannot deal lanes", found="lanes=8, workers=12", needed="workers <= lanes", fix="Use -n 8"))
+cannot deal lanes: found lanes=8, workers=12, need workers <= lanes. Use -n 8.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class PacelineError(Exception):
         self, problem: str, *, found: str | None = None, needed: str | None = None, fix: str | None = None
     ) -> None:
         self.problem, self.found, self.needed, self.fix = problem, found, needed, fix
-        facts = ", ".join(
-            part for part in (found and f"found {found}", needed and f"need {needed}") if part
-        )
+        facts = ", ".join(part for part in (found and f"found {found}", needed and f"need {needed}") if part)
         text = f"{problem}: {facts}" if facts else problem
         super().__init__(f"{text}. {fix.rstrip('.')}." if fix else f"{text}.")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.order import Plan
 from paceline.determinism import seed_by
@@ -143,7 +143,7 @@ class Step:
         self._reducer.table[self._row, LOSS] += loss.detach()
         self._reducer.table[self._row, WEIGHT] += weight
         self._reducer.before_backward(last=self._last)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._phase = "between"
 
     def update(
@@ -198,11 +198,9 @@ class Step:
         )
 
     def _reduce(self) -> None:
-        """Ends the exchange. After its last collective the step can still be abandoned, but nobody waits for anybody."""
+        """Ends the exchange with the step's last collective: from here to the end of the update nobody communicates."""
         table = self._reducer.finish()
-        mine = torch.tensor(
-            [self._signals.stop, self._signals.save_failed, self._buffers.changed], dtype=torch.uint8
-        )
+        mine = torch.tensor([self._signals.stop, self._signals.save_failed, self._buffers.changed], dtype=torch.uint8)
         mine = torch.cat([mine, self._reducer.used.to(torch.uint8)]).to(self._team.device)
         ballot = self._team.submit(lambda: self._team.all_gather(mine)).wait().amax(0).cpu()
         self._ballot = ballot[:3].tolist()
@@ -252,8 +250,3 @@ class Step:
 
 def _listed(lanes: Sequence[int]) -> str:
     return ", ".join(map(str, lanes))
-
-
-def trainable(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that require a gradient, each once, in registration order."""
-    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))

@@ -80,7 +80,7 @@ class Team(ABC):
 
     @abstractmethod
     def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """*In a job.* Starts sending tensors to ranks and receiving from ranks; the call returned waits for all of them.
+        """*In a job.* Starts sending tensors to ranks and receiving from ranks; what it returns waits for all of them.
 
         Between two ranks tensors arrive in the order in which they were sent. Contiguous, of the team's device.
         """
@@ -158,7 +158,7 @@ class TorchTeam(Team):
         self._timeout_s = timeout_s
         timeout = datetime.timedelta(seconds=timeout_s)
         with self._reaching():
-            store = dist.TCPStore(
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 env.master_addr,
                 env.master_port,
                 env.world_size,
@@ -169,7 +169,7 @@ class TorchTeam(Team):
             # A restarted launch meets the same store again: its keys must not be the last attempt's.
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(f"paceline/{env.restarts}", store),
+                store=dist.PrefixStore(f"paceline/{env.restarts}", store),  # type: ignore[attr-defined]
                 rank=env.rank,
                 world_size=env.world_size,
                 timeout=timeout,
@@ -230,7 +230,11 @@ class ThreadTeam(Team):
 
     def __init__(self, rank: int, world_size: int, mail: dict[tuple[int, int], queue.Queue[Any]]) -> None:
         super().__init__(
-            rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"), threads=torch.get_num_threads()
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            device=torch.device("cpu"),
+            threads=torch.get_num_threads(),
         )
         self._mail = mail
 
@@ -305,5 +309,7 @@ class ThreadTeam(Team):
         if failures:
             raise next((error for error in failures if not isinstance(error, TeamError)), failures[0])
         if len(results) < world_size:
-            raise TeamError("cannot finish", found=f"workers {sorted(set(range(world_size)) - set(results))} still at work")
+            raise TeamError(
+                "cannot finish", found=f"workers {sorted(set(range(world_size)) - set(results))} still at work"
+            )
         return [results[rank] for rank in range(world_size)]

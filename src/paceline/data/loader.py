@@ -137,7 +137,7 @@ class _Start:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Every tensor in nested dicts, lists and tuples on ``device``, float ones on 64-byte-aligned storage of their own."""
+    """All tensors in nested dicts, lists and tuples on ``device``, float ones on 64-byte-aligned storage."""
     if isinstance(batch, Tensor):
         moved = batch.to(device, non_blocking=True)
         return aligned(moved) if moved.is_floating_point() else moved

@@ -20,7 +20,7 @@ __all__ = ["Bucket", "FlatSet", "LaneSums", "assign"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters ``members`` (positions in the parameter list) at element ``offsets`` of one flat tensor of ``size``."""
+    """Parameters ``members`` (places in the parameter list) at element ``offsets`` of one flat tensor of ``size``."""
 
     members: tuple[int, ...]
     offsets: tuple[int, ...]

@@ -7,7 +7,7 @@ over 3 lanes already moves their last bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,8 @@ class LaneBuffers:
         current = self._current()
         for name in sorted({name for changed in lanes_changed.values() for name in changed}):
             start = self._start[name].cpu()
-            values = [lanes_changed[lane].get(name, start) for lane in sorted(lanes_changed)]
-            current[name].copy_(_merge(values, [lane for lane in sorted(lanes_changed)], lanes))
+            values = {lane: changed.get(name, start) for lane, changed in lanes_changed.items()}
+            current[name].copy_(_merge(values, lanes))
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -76,12 +76,11 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
-def _merge(values: Sequence[Tensor], at: Sequence[int], lanes: int) -> Tensor:
-    """The tree-mean of float values of lanes ``at``, the maximum of integers."""
-    if not values[0].is_floating_point():
-        return torch.stack(list(values)).amax(0)
-    by_lane = dict(zip(at, values, strict=True))
-    zero = torch.zeros_like(values[0])
-    leaves = [((lane, lane + 1), by_lane.get(lane, zero)) for lane in range(lanes)]
-    ((_, total),) = fold(lanes, leaves, torch.add)
+def _merge(values: Mapping[int, Tensor], lanes: int) -> Tensor:
+    """The tree-mean over the lanes that have a value, or the maximum of integers."""
+    like = next(iter(values.values()))
+    if not like.is_floating_point():
+        return torch.stack(list(values.values())).amax(0)
+    zero = torch.zeros_like(like)
+    ((_, total),) = fold(lanes, [((lane, lane + 1), values.get(lane, zero)) for lane in range(lanes)], torch.add)
     return total / len(values)

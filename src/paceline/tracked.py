@@ -1,0 +1,166 @@
+"""The objects whose state a step changes: made equal on all workers, digested, saved and restored under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint import Store, compare_keys
+from paceline.determinism import aligned, flatten_state, tensor_digest
+from paceline.errors import CheckpointError, UsageError
+from paceline.team import Team
+
+__all__ = ["Tracked"]
+
+
+class Tracked:
+    """Modules, optimizers, and anything else with ``state_dict`` and ``load_state_dict``, by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._optimizers: dict[str, Any] = {}
+        self.begun = False
+
+    def add(self, name: str, thing: Any) -> None:
+        """Raises `UsageError`: the run has begun, the name is in use, or the object has no state."""
+        if self.begun:
+            raise UsageError(f"cannot track {name}", found="a run that has begun", needed="track before the first step")
+        if name in self._objects:
+            raise UsageError(f"cannot track {name}", found="the name in use", needed="a name for each object")
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"cannot track {name}",
+                found=f"a {type(thing).__name__}",
+                needed="an object with state_dict and load_state_dict",
+                fix="Give it those two methods, or make it a function of the step",
+            )
+        if isinstance(thing, nn.Module):
+            _refuse_sparse(name, thing)
+        self._objects[name] = thing
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules among them."""
+        return {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of the modules that require a gradient, each once, in registration order."""
+        modules = self.modules.values()
+        return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+
+    def states(self) -> dict[str, Any]:
+        """``state_dict()`` of each object."""
+        return {name: thing.state_dict() for name, thing in self._objects.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of every state, by its path: ``model.head.weight``."""
+        return dict(flatten_state(self.states()))
+
+    def begin(self, team: Team) -> None:
+        """Aligns the modules' storage and makes them equal to worker 0's. Collective, once, before anything trains.
+
+        Raises:
+            UsageError: another architecture on another worker; names the first parameter that differs.
+        """
+        self.begun = True
+        # Now, since training changes them: a schedule the learning rate, for one.
+        self._optimizers = {
+            name: {"class": type(thing).__name__} | _groups(thing)
+            for name, thing in self._objects.items()
+            if isinstance(thing, torch.optim.Optimizer)
+        }
+        for name, module in self.modules.items():
+            with torch.no_grad():
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    tensor.data = aligned(tensor.data)
+            state = module.state_dict()
+            _check_architecture(name, team.gather(_shapes(state)))
+            digests = team.gather({key: tensor_digest(key, value) for key, value in state.items()})
+            if any(theirs != digests[0] for theirs in digests):
+                team.broadcast(list(state.values()))
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint of these objects must match: names, shapes, optimizer settings as at the start."""
+        shapes = {name: _shapes(module.state_dict()) for name, module in self.modules.items()}
+        others = {name: type(thing).__name__ for name, thing in self._objects.items()}
+        return others | self._optimizers | shapes
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Takes over saved states; the keys must be the same both ways.
+
+        Raises:
+            CheckpointError: a name or key is missing on one side.
+        """
+        compare_keys("the checkpoint", states, self._objects)
+        for name, module in self.modules.items():
+            compare_keys(name, states[name], module.state_dict())
+        for name, thing in self._objects.items():
+            thing.load_state_dict(states[name])
+
+    def load_weights(self, run_dir: Path) -> None:
+        """Takes over the modules, and nothing else, from the newest checkpoint of another run.
+
+        Raises:
+            CheckpointError: no checkpoint there, or other keys.
+        """
+        loaded = Store(run_dir / "checkpoints").load(None, only=self.modules)
+        if loaded is None:
+            raise CheckpointError(
+                f"cannot start from {run_dir}",
+                found="no checkpoint there",
+                needed="the directory of a run that has saved one",
+                fix="Check recipe.init_from",
+                cause="usage",
+            )
+        for name, module in self.modules.items():
+            compare_keys(name, loaded.states[name], module.state_dict())
+            module.load_state_dict(loaded.states[name])
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:
+    return {key: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for key, value in state.items()}
+
+
+def _check_architecture(name: str, shapes: list[dict[str, str]]) -> None:
+    for rank, theirs in enumerate(shapes):
+        if theirs == shapes[0]:
+            continue
+        key = next(key for key in [*shapes[0], *theirs] if shapes[0].get(key) != theirs.get(key))
+        raise UsageError(
+            f"cannot track {name}",
+            found=f"{key}: {shapes[0].get(key, 'none')} on worker 0, {theirs.get(key, 'none')} on worker {rank}",
+            needed="the same architecture on every worker",
+            fix="Build the model without looking at the rank",
+        )
+
+
+def _refuse_sparse(name: str, module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise UsageError(
+                f"cannot track {name}",
+                found=f"sparse gradients of {path or type(part).__name__}",
+                needed="dense gradients: only those have one order of summation",
+                fix="Leave out sparse=True",
+            )
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Settings of each parameter group, as JSON."""
+    return {
+        f"group {number}": {"parameters": len(group["params"])}
+        | {key: _plain(value) for key, value in group.items() if key != "params"}
+        for number, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
