@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import importlib.metadata
 import json
 import math
@@ -28,9 +27,10 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.disk import fsync_directory, locked, read_bytes, write_file
 from paceline.checkpoint.manifest import MANIFEST, DamageError, FileEntry, Manifest, Name, parse, verify
 from paceline.checkpoint.pack import Packed, Snapshot, pack, pack_json, unpack
-from paceline.checkpoint.tensors import read_bytes, read_tensors, tensor_chunks, write_file
+from paceline.checkpoint.tensors import read_tensors, tensor_chunks
 from paceline.config import Identity
 from paceline.errors import CheckpointError
 
@@ -113,9 +113,9 @@ class Store:
                     versions=_versions(),
                 )
                 write_file(attempt / MANIFEST, [manifest.render()])
-                _fsync_directory(attempt)
+                fsync_directory(attempt)
                 name = self._commit(attempt, snapshot.step)
-            _fsync_directory(self.directory)
+            fsync_directory(self.directory)
         except OSError as error:
             raise CheckpointError(
                 f"cannot save the checkpoint of step {snapshot.step}",
@@ -205,7 +205,7 @@ class Store:
     def _make_directory(self) -> None:
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
-            _fsync_directory(self.directory.parent)
+            fsync_directory(self.directory.parent)
 
     @contextlib.contextmanager
     def _attempt(self, step: int) -> Iterator[Path]:
@@ -213,7 +213,7 @@ class Store:
         while True:
             path = self.directory / f"{Name(step, 1)}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
             path.mkdir()
-            with _locked(path, without_locks=True) as mine:
+            with locked(path, without_locks=True) as mine:
                 if not mine:  # another process took it for a dead one's between the two calls, and removes it
                     continue
                 try:
@@ -238,7 +238,7 @@ class Store:
         """Removes what writers left that died while writing or removing: whoever lives holds a lock."""
         for path in self.directory.iterdir():
             if _TEMPORARY.fullmatch(path.name):
-                with contextlib.suppress(OSError), _locked(path, without_locks=False) as mine:
+                with contextlib.suppress(OSError), locked(path, without_locks=False) as mine:
                     if mine:
                         shutil.rmtree(path, ignore_errors=True)
 
@@ -321,41 +321,6 @@ def _checked(name: str) -> str:
             cause="usage",
         )
     return name
-
-
-@contextlib.contextmanager
-def _locked(path: Path, *, without_locks: bool) -> Iterator[bool]:
-    """Whether this directory is there and now locked by us; ``without_locks``: the answer where there are no locks.
-
-    A lock tells the living from the dead where a process id cannot: in a container each start has the same ids.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = True
-        except BlockingIOError:
-            mine = False
-        except OSError:
-            mine = without_locks
-        yield mine and path.exists()
-    finally:
-        with contextlib.suppress(OSError):
-            # Closing is not enough: a child forked meanwhile (a loader worker) holds the same lock.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _versions() -> dict[str, str]:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import xxhash
 
+from paceline.checkpoint.disk import CHUNK, reading
 from paceline.checkpoint.manifest import DamageError, FileEntry
 
-__all__ = ["DTYPES", "read_bytes", "read_tensors", "tensor_chunks", "write_file"]
+__all__ = ["DTYPES", "read_tensors", "tensor_chunks"]
 
 DTYPES = {
     torch.float64: "F64",
@@ -45,22 +44,6 @@ DTYPES = {
 """The dtypes that the format knows, by its names."""
 
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
-T = TypeVar("T")
-_CHUNK = 4 << 20
-"""Bytes written or read in one go: small enough to be hashed while in the cache."""
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes a new file, hashing on the way, and returns once its bytes are on the disk (fsync)."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(size, f"xxh3_128:{digest.hexdigest()}")
 
 
 def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
@@ -81,85 +64,58 @@ def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memor
     yield len(text).to_bytes(8, "little") + text
     for key in order:
         raw = _raw(tensors[key].contiguous())
-        for start in range(0, len(raw), _CHUNK):
-            yield raw[start : start + _CHUNK]
+        for start in range(0, len(raw), CHUNK):
+            yield raw[start : start + CHUNK]
 
 
 def read_tensors(path: Path, entry: FileEntry) -> dict[str, torch.Tensor]:
-    """Reads a safetensors file of ours; each tensor owns fresh storage, aligned to 64 bytes.
+    """Reads a file of `tensor_chunks`; each tensor owns fresh storage, aligned to 64 bytes.
 
     Raises:
         DamageError: the file is not what ``entry`` describes. What was read until then is dropped.
     """
-
-    def parse(fill: Callable[[memoryview], None]) -> dict[str, torch.Tensor]:
+    with reading(path, entry) as fill:
         prefix = bytearray(8)
         fill(memoryview(prefix))
         length = int.from_bytes(prefix, "little")
-        # The header is used before the hash is known, so nothing in it is trusted, least of all a size.
         if 8 + length > entry.size:
             raise DamageError(f"{path.name} has a damaged header")
         text = bytearray(length)
         fill(memoryview(text))
-        tensors = {}
         try:
-            header = json.loads(text)
-            header.pop("__metadata__", None)
-            position = 0
-            for key, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
-                dtype, shape, (start, end) = _NAMED[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
-                if (
-                    start != position
-                    or end - start != math.prod(shape) * dtype.itemsize
-                    or 8 + length + end > entry.size
-                ):
-                    raise ValueError(key)
-                tensors[key] = torch.empty(shape, dtype=dtype)
-                fill(_raw(tensors[key]))
-                position = end
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            layout = _layout(text, entry.size - 8 - length)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise DamageError(f"{path.name} has a damaged header") from error
-        return tensors
+        tensors = {}
+        for key, dtype, shape in layout:
+            tensors[key] = torch.empty(shape, dtype=dtype, device="cpu")
+            fill(_raw(tensors[key]))
+    return tensors
 
-    return _read(path, entry, parse)
 
+def _layout(header: bytearray, data: int) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Each tensor's key, dtype and shape, in the order of the file.
 
-def read_bytes(path: Path, entry: FileEntry) -> bytes:
-    """Reads a whole file.
-
-    Raises:
-        DamageError: the file is not what ``entry`` describes.
+    The header is used before its hash is known, so it is not trusted: its tensors fill ``data`` bytes or it is damaged.
     """
-
-    def parse(fill: Callable[[memoryview], None]) -> bytes:
-        raw = bytearray(entry.size)
-        fill(memoryview(raw))
-        return bytes(raw)
-
-    return _read(path, entry, parse)
-
-
-def _read(path: Path, entry: FileEntry, parse: Callable[[Callable[[memoryview], None]], T]) -> T:
-    """What ``parse`` makes of the file through a function that fills a buffer with its next bytes; hashed."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-
-        def fill(view: memoryview) -> None:
-            while view:
-                count = file.readinto(view[:_CHUNK])
-                if not count:
-                    raise DamageError(f"{path.name} ends early")
-                digest.update(view[:count])
-                view = view[count:]
-
-        result = parse(fill)
-        if file.read(1):
-            raise DamageError(f"{path.name} has bytes after its end")
-    if f"xxh3_128:{digest.hexdigest()}" != entry.hash:
-        raise DamageError(f"{path.name} does not match its hash")
-    return result
+    items = json.loads(header)
+    items.pop("__metadata__", None)
+    layout, position = [], 0
+    for key, item in sorted(items.items(), key=lambda pair: pair[1]["data_offsets"]):
+        dtype, shape, (start, end) = _NAMED[item["dtype"]], item["shape"], item["data_offsets"]
+        if any(type(n) is not int or n < 0 for n in [start, *shape]):
+            raise ValueError(f"no size of {key}")
+        if start != position or end != start + math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"no place for {key}")
+        layout.append((key, dtype, shape))
+        position = end
+    if position != data:
+        raise ValueError("not the whole file")
+    return layout
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
+    if not tensor.numel():  # its strides may be anything, and `view` minds them
+        return memoryview(bytearray())
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
