@@ -227,7 +227,7 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
         section, value = section_of(argument.hint), values[name]
         if section is not None and isinstance(value, Mapping):
             arguments[name] = build(section, value)
-        elif value is None or _is_text(argument.hint, value):
+        elif value is None or _holds(argument.hint, value):
             arguments[name] = value
         else:
             arguments[name] = _typed(argument.hint, value)
@@ -248,7 +248,7 @@ def _check_value(argument: Field, given: Tree, path: str) -> Any:
             return None
         if section is not None or value is None:
             continue
-        if given.typed and _is_text(hint, value):
+        if _holds(hint, value):
             return value
         try:
             return _plain(_typed(hint, value))
@@ -303,8 +303,19 @@ def _typed(hint: Any, value: Any) -> Any:
     return parser.instantiate(parser.parse_object({"value": value})).value
 
 
-def _is_text(hint: Any, value: Any) -> bool:
-    return isinstance(value, str) and (str in _members(hint) or hint is Any)
+def _holds(hint: Any, value: Any) -> bool:
+    """Whether a value of YAML's is what ``hint`` asks for, as it is. jsonargparse would read ``"0"`` as a number where
+    text and numbers are both welcome."""
+    origin, arguments = _origin(hint), typing.get_args(hint)
+    if hint is Any or len(_members(hint)) > 1:
+        return hint is Any or any(_holds(member, value) for member in _members(hint))
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_holds(arguments[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_holds(arguments[1], item) for item in value.values())
+    return hint in (bool, int, float, str, type(None)) and type(value) is hint
 
 
 def _origin(hint: Any) -> Any:
