@@ -101,8 +101,8 @@ class Language(Task):
         if self.prepare is not None:
             how = self.prepare
             prepare_once(
-                [how.source] if isinstance(how.source, str) else how.source,
                 self.data,
+                sources=[how.source] if isinstance(how.source, str) else how.source,
                 tokenizer=how.tokenizer,
                 glob=how.glob,
                 field=how.field,
@@ -143,11 +143,11 @@ class Language(Task):
 
     def train_data(self) -> Tokens:
         """Windows of ``context`` tokens with the token that follows each."""
-        return self.corpus.train(self.context)
+        return self.corpus.train(self.context, self.config.vocabulary)
 
     def valid_data(self) -> Tokens | None:
         """The same of the held-out documents; ``None`` for a bare ``.bin``."""
-        return self.corpus.valid(self.context)
+        return self.corpus.valid(self.context, self.config.vocabulary)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
         """Cross entropy in nats, summed over the tokens, and how many those are."""
@@ -168,12 +168,8 @@ class Language(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Content hashes of both splits, and the vocabulary."""
-        valid = self.valid_data()
-        return {
-            "vocabulary": self.config.vocabulary,
-            "train": self.train_data().fingerprint,
-            "valid": None if valid is None else valid.fingerprint,
-        }
+        splits = {str(split): dict(file.fingerprint) for split, file in self.corpus.files.items()}
+        return {"vocabulary": self.config.vocabulary, **splits}
 
 
 def _default_heads(width: int) -> int:

@@ -1,0 +1,158 @@
+"""The language task: cheap to make, lazy about data, honest about vocabularies and bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline.data.prepare import prepare
+from paceline.errors import ConfigError, DataError
+from paceline.tasks import Language, Prepare, Task
+
+SMALL: dict[str, Any] = {"width": 16, "layers": 1, "heads": 2, "context": 8}
+
+
+@pytest.fixture
+def bare_bin(tmp_path: Path) -> Path:
+    path = tmp_path / "train.bin"
+    (np.arange(500, dtype="<u2") % 40).tofile(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in range(40):
+        (folder / f"{name}.txt").write_text(f"Größe {name} " * 15, encoding="utf-8")
+    return folder
+
+
+def test_making_one_touches_no_data_but_checks_its_arguments() -> None:
+    Language("does/not/exist", prepare=Prepare(source="neither/does/this"))
+    with pytest.raises(ConfigError, match=r"width=256, heads=7, need width to be a multiple of heads"):
+        Language("x", heads=7)
+    with pytest.raises(ConfigError, match="found context=0"):
+        Language("x", context=0)
+    with pytest.raises(ConfigError, match="found vocabulary=0"):
+        Language("x", vocabulary=0)
+
+
+@pytest.mark.parametrize(("width", "heads", "hidden"), [(256, 4, 704), (128, 2, 384), (192, 3, 512), (32, 1, 128)])
+def test_shape_left_open_follows_the_width(bare_bin: Path, width: int, heads: int, hidden: int) -> None:
+    config = Language(str(bare_bin), width=width, vocabulary=40).config
+    assert (config.heads, config.kv_heads, config.hidden) == (heads, heads, hidden)
+
+
+@pytest.mark.parametrize("width", [2, 66, 100, 130, 192, 250, 768])
+def test_heads_left_open_fit_any_even_width(bare_bin: Path, width: int) -> None:
+    config = Language(str(bare_bin), width=width, vocabulary=40).config
+    assert width % config.heads == 0
+    assert config.head_size % 2 == 0
+
+
+def test_from_a_bare_bin_to_a_loss(bare_bin: Path) -> None:
+    task = Language(str(bare_bin), vocabulary=40, **SMALL)
+    model = task.build_model()
+    data = task.train_data()
+    assert len(data) == 499 // 8
+    batch = task.collate([data[0], data[1], data[2]])
+    loss, weight = task.loss(model, batch)
+    assert loss.shape == ()
+    assert weight == 24
+    assert loss.item() / weight == pytest.approx(math.log(40), abs=0.3)
+    assert task.evaluate(model, batch)["loss"] == (loss, weight)
+    assert task.valid_data() is None
+    assert task.derive({"loss": 1.0}, "train") == {}
+    assert task.tokens_per_sample() == 8
+
+
+def test_collating_is_what_torch_does(bare_bin: Path) -> None:
+    task = Language(str(bare_bin), vocabulary=40, **SMALL)
+    ours_BT, _ = task.collate([task.train_data()[index] for index in range(4)])
+    torchs_BT, _ = next(iter(DataLoader(task.train_data(), batch_size=4)))
+    assert torch.equal(ours_BT, torchs_BT)
+
+
+def test_a_vocabulary_must_be_known_and_hold_every_token(bare_bin: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot tell the vocabulary.*Set task.init_args.vocabulary"):
+        Language(str(bare_bin), **SMALL).build_model()
+    with pytest.raises(DataError, match="token id 39"):
+        Language(str(bare_bin), vocabulary=39, **SMALL).train_data()
+
+
+def test_data_must_be_there_and_longer_than_the_context(tmp_path: Path, bare_bin: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        Language(str(tmp_path / "nowhere"), vocabulary=40).train_data()
+    with pytest.raises(DataError, match="context=500"):
+        Language(str(bare_bin), vocabulary=40, **{**SMALL, "context": 500}).train_data()
+
+
+def test_prepared_data_brings_its_vocabulary_and_its_bytes(text: Path, tmp_path: Path) -> None:
+    prepare([str(text)], tmp_path / "data", glob="*.txt", valid=0.3, processes=1)
+    task = Language(str(tmp_path / "data"), **SMALL)
+    assert task.config.vocabulary == 257
+    assert task.valid_data() is not None
+    bytes_per_token = task.corpus.bytes_per_token("valid")
+    assert bytes_per_token is not None
+    assert 0.9 < bytes_per_token < 1  # a document's end is a token without bytes
+    bits = task.derive({"loss": math.log(2)}, "valid")
+    assert bits == {"bits_per_byte": pytest.approx(1 / bytes_per_token)}
+    with pytest.raises(DataError, match=r"found vocabulary=300, 257 in"):
+        Language(str(tmp_path / "data"), vocabulary=300, **SMALL).build_model()
+
+
+def test_data_is_prepared_on_first_use_and_once(text: Path, tmp_path: Path) -> None:
+    how = Prepare(source=[str(text)], glob="*.txt", valid=0.3)
+    task = Language(str(tmp_path / "made" / "data"), prepare=how, **SMALL)
+    assert not (tmp_path / "made").exists()
+    samples = len(task.train_data())
+    for file in text.iterdir():
+        file.unlink()
+    again = Language(str(tmp_path / "made" / "data"), prepare=how, **SMALL)
+    assert len(again.train_data()) == samples
+    assert again.fingerprint() == task.fingerprint()
+
+
+def test_the_fingerprint_is_json_and_follows_the_content(bare_bin: Path) -> None:
+    before = Language(str(bare_bin), vocabulary=40, **SMALL).fingerprint()
+    assert json.loads(json.dumps(before)) == before
+    ids = np.fromfile(bare_bin, dtype="<u2")
+    ids[-1] = 0
+    ids.tofile(bare_bin)
+    assert Language(str(bare_bin), vocabulary=40, **SMALL).fingerprint() != before
+
+
+class Doubling(Task):
+    """The least that a task can be."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Any:
+        return [(torch.tensor([float(x)]), torch.tensor([2.0 * x])) for x in range(4)]
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        x_B1, y_B1 = batch
+        return (model(x_B1) - y_B1).square().sum(), len(x_B1)
+
+
+def test_a_task_of_ones_own_needs_three_methods() -> None:
+    task = Doubling()
+    batch = task.collate(task.train_data())
+    assert batch[0].shape == (4, 1)
+    metrics = task.evaluate(task.build_model(), batch)
+    assert metrics.keys() == {"loss"}
+    assert metrics["loss"][1] == 4
+    assert task.valid_data() is None
+    assert (task.derive({"loss": 1.0}, "train"), task.fingerprint(), task.tokens_per_sample()) == ({}, {}, 1)
+    with pytest.raises(TypeError, match="abstract"):
+        Task()  # type: ignore[abstract]
