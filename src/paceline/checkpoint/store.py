@@ -144,8 +144,7 @@ class Store:
                 try:
                     loaded = self._read(name, identity, only, passed_over)
                 except (DamageError, OSError) as error:
-                    reason = error.strerror if isinstance(error, OSError) else error
-                    passed_over.append(f"{name}: {reason}")
+                    passed_over.append(f"{name}: {_reason(error)}")
                     self._damaged.add(name)
                 else:
                     self._good.add(name)
@@ -295,6 +294,12 @@ def _read_manifest(path: Path) -> Manifest:
         return parse((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise DamageError(f"{MANIFEST} is missing") from None
+
+
+def _reason(error: DamageError | OSError) -> str:
+    if isinstance(error, OSError):
+        return f"cannot read {Path(error.filename or MANIFEST).name}: {error.strerror}"
+    return str(error)
 
 
 def _check_identity(path: Path, there: Identity, here: Identity) -> None:
