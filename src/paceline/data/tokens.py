@@ -5,7 +5,6 @@ Shapes: T is the context, B the samples asked for at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from paceline.data.index import PREPARE_AGAIN, read_index
 from paceline.data.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import DataError
 
@@ -26,12 +26,10 @@ __all__ = ["Corpus", "TokenFile", "Tokens"]
 Dtype = Literal["uint16", "uint32"]
 Split = Literal["train", "valid"]
 
-SCHEMA = "paceline.tokens/1"
 _WHOLE_BYTES = 2 * 2**30
 """Files up to this size are read whole when opened (about a second); of larger ones `_BLOCKS` evenly spaced blocks."""
 _BLOCKS = 256
 _BLOCK_BYTES = 2**20
-_PREPARE_AGAIN = "Write it again with `paceline prepare SRC --out DIR`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +53,15 @@ class TokenFile:
     text_bytes: int | None = None
 
     @classmethod
-    def scan(cls, path: Path, dtype: Dtype = "uint16") -> TokenFile:
+    def scan(cls, path: Path, dtype: Dtype = "uint16", *, foreign: bool = True) -> TokenFile:
         """Reads ``path`` once in bounded memory.
 
+        Args:
+            foreign: no ``index.json`` vouches for the format: also look for signs of another one.
+
         Raises:
-            DataError: missing, of a length that is no whole number of tokens, with a header, or plainly of another
-                dtype (32-bit ids read as 16-bit ones).
+            DataError: missing, or of a length that is no whole number of tokens; if ``foreign`` also with a header, or
+                plainly of another dtype (32-bit ids read as 16-bit ones).
         """
         item = np.dtype(dtype).itemsize
         try:
@@ -74,7 +75,7 @@ class TokenFile:
                     start = i * _BLOCK_BYTES if whole else (size - _BLOCK_BYTES) * i // (_BLOCKS - 1) // 4 * 4
                     file.seek(start)
                     block = file.read(_BLOCK_BYTES)
-                    if i == 0:
+                    if i == 0 and foreign:
                         _check_header(path, block)
                     content.update(block)
                     ids = np.frombuffer(block, dtype=np.dtype(dtype).newbyteorder("<"))
@@ -85,12 +86,12 @@ class TokenFile:
                 f"cannot read tokens from {path}", found=error.strerror, needed="a token file", fix="Check the path"
             ) from error
         # the upper halves of 32-bit ids: all zero, or no more than a vocabulary of a million would need
-        if item == 2 and size >= 64 and highest > (255 if highest_odd else 0) and highest_odd < 16:
+        if foreign and item == 2 and size >= 64 and highest > (255 if highest_odd else 0) and highest_odd < 16:
             raise DataError(
                 f"cannot read {path} as {dtype}",
                 found="every second token 0 or nearly so, as in a file of 32-bit tokens",
                 needed="headerless little-endian uint16",
-                fix=f"Convert it, or: {_PREPARE_AGAIN}",
+                fix=f"Convert it, or: {PREPARE_AGAIN}",
             )
         method = "xxh3_128" if whole else f"xxh3_128 of {_BLOCKS} blocks"
         fingerprint = {method: content.hexdigest(), "tokens": size // item, "dtype": dtype}
@@ -104,7 +105,7 @@ def _check_length(path: Path, size: int, dtype: Dtype) -> None:
             f"cannot read {path} as {dtype}",
             found=f"{size} bytes",
             needed=f"a multiple of {item}, the bytes of one token",
-            fix=f"The file was cut off or is no token file. {_PREPARE_AGAIN}",
+            fix=f"The file was cut off or is no token file. {PREPARE_AGAIN}",
         )
 
 
@@ -251,20 +252,20 @@ class Corpus:
                 continue
             file = path / said["file"]
             _check_size(file, said["tokens"], dtype)
-            seen = TokenFile.scan(file, dtype)
+            seen = TokenFile.scan(file, dtype, foreign=False)
             if seen.fingerprint.get("xxh3_128", said["xxh3_128"]) != said["xxh3_128"]:
                 raise DataError(
                     f"cannot trust {file}",
                     found="another content than index.json's hash",
                     needed="the file as it was prepared",
-                    fix=f"It was damaged or changed. {_PREPARE_AGAIN}",
+                    fix=f"It was damaged or changed. {PREPARE_AGAIN}",
                 )
             if seen.highest >= vocabulary:
                 raise DataError(
                     f"cannot use {file}",
                     found=f"token id {seen.highest}, vocabulary={vocabulary} in index.json",
                     needed="ids below the vocabulary",
-                    fix=_PREPARE_AGAIN,
+                    fix=PREPARE_AGAIN,
                 )
             files[name] = TokenFile(
                 path=file,
@@ -306,32 +307,5 @@ def _check_size(file: Path, tokens: int, dtype: Dtype) -> None:
             f"cannot trust {file}",
             found="no such file" if size is None else f"{size} bytes",
             needed=f"{needed} bytes, as index.json says",
-            fix=f"It was cut off, changed or moved. {_PREPARE_AGAIN}",
+            fix=f"It was cut off, changed or moved. {PREPARE_AGAIN}",
         )
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The ``index.json`` of a prepared ``folder``.
-
-    Raises:
-        DataError: missing, damaged, or written by a newer version.
-    """
-    path = folder / "index.json"
-    try:
-        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        schema, needed = index.get("schema"), ("dtype", "vocabulary", "tokenizer", "splits")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"cannot read {path}",
-            found=getattr(error, "strerror", None) or "no valid JSON object",
-            needed="the index that `paceline prepare` wrote",
-            fix=_PREPARE_AGAIN,
-        ) from error
-    if schema != SCHEMA or any(name not in index for name in needed):
-        raise DataError(
-            f"cannot read {path}",
-            found=f"schema={schema!r}",
-            needed=f"schema={SCHEMA!r} with all fields",
-            fix=_PREPARE_AGAIN,
-        )
-    return index
