@@ -17,7 +17,6 @@ from paceline.errors import ConfigError
 __all__ = ["WorkerEnv", "for_worker", "read", "restarts"]
 
 _REPORT_DIR = "PACELINE_REPORT_DIR"
-_SUPERVISOR = "PACELINE_SUPERVISOR_PID"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,7 +34,6 @@ class WorkerEnv:
         report_dir: where a failing worker leaves its report for the supervisor; ``None`` under other launchers.
         restarts: how often the launcher has started this team before. Keys in a hosted store outlive a restart, so
             they need this number in their names.
-        supervisor_pid: our own supervisor, with which a worker must die; ``None`` under other launchers.
     """
 
     rank: int
@@ -46,7 +44,6 @@ class WorkerEnv:
     store_hosted: bool = False
     report_dir: Path | None = None
     restarts: int = 0
-    supervisor_pid: int | None = None
 
 
 def read(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
@@ -73,7 +70,7 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
 
 
 def for_worker(rank: int, world_size: int, *, port: int | None, report_dir: Path) -> dict[str, str]:
-    """The whole environment of a worker started by this process, which it must not outlive.
+    """The whole environment of a worker started by this process.
 
     Args:
         rank: the worker's rank, on this one machine also its local rank.
@@ -85,7 +82,7 @@ def for_worker(rank: int, world_size: int, *, port: int | None, report_dir: Path
     for name in _LAUNCHER_VARIABLES:
         env.pop(name, None)
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    env |= {_REPORT_DIR: str(report_dir), _SUPERVISOR: str(os.getpid())}
+    env[_REPORT_DIR] = str(report_dir)
     if port is not None:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         env.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
@@ -106,7 +103,7 @@ def _from_torchrun(env: Mapping[str, str]) -> WorkerEnv:
     rank, world_size, local_rank = (_number(env, name) for name in _LAUNCHER_VARIABLES[:3])
     _check_rank("RANK", rank, "WORLD_SIZE", world_size)
     _check_rank("LOCAL_RANK", local_rank, "WORLD_SIZE", world_size)
-    report_dir, supervisor = env.get(_REPORT_DIR), env.get(_SUPERVISOR)
+    report_dir = env.get(_REPORT_DIR)
     return WorkerEnv(
         rank=rank,
         world_size=world_size,
@@ -116,7 +113,6 @@ def _from_torchrun(env: Mapping[str, str]) -> WorkerEnv:
         store_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         report_dir=Path(report_dir) if report_dir else None,
         restarts=restarts(env),
-        supervisor_pid=int(supervisor) if supervisor else None,
     )
 
 

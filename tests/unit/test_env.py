@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -100,7 +99,6 @@ def test_a_worker_reads_what_its_supervisor_wrote(tmp_path: Path, monkeypatch: p
         master_port=4711,
         store_hosted=True,
         report_dir=tmp_path,
-        supervisor_pid=os.getpid(),
     )
 
 

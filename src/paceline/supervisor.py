@@ -1,0 +1,372 @@
+"""The parent process of a run on one machine: starts the workers, watches them, and tells how they ended.
+
+It holds the key-value store in which workers meet, and never computes. torch is imported only for that store.
+
+[Note: process groups] Each worker leads a process group of its own. So Ctrl-C on a terminal reaches the supervisor
+alone, which hands it on once; and ending a worker ends what it started. A worker dies with its supervisor, even when
+that is killed: the kernel's parent-death signal is set before the worker's program begins, and a supervisor that was
+gone by then is noticed by its missing process id. A dead worker is left unreaped to the end, which keeps its group's
+number from being given to strangers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from paceline import env
+from paceline.config import Execution, Recipe
+from paceline.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    ConfigError,
+    PacelineError,
+    TeamError,
+)
+
+__all__ = ["Resume", "prepare_run_dir", "report", "resolve_workers", "supervise"]
+
+Resume = Literal["auto", "never", "must"]
+
+_GRACE_S = 3.0
+"""After a failure the other workers have this long to end by themselves and say so."""
+_POLL_S = 0.02
+_STOPS = {EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED}
+_FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGTERM,  # the terminal is gone: save and stop
+}
+_BOOTSTRAP = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL; survives exec
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def resolve_workers(recipe: Recipe, execution: Execution) -> int:
+    """How many workers to start on this machine; ``auto``: one per GPU, else one per two CPU cores, up to the lanes."""
+    if execution.workers != "auto":
+        return execution.workers
+    if recipe.device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return min(torch.cuda.device_count(), recipe.lanes)
+    return max(1, min(len(os.sched_getaffinity(0)) // 2, recipe.lanes))
+
+
+def prepare_run_dir(path: Path, resume: Resume) -> None:
+    """Makes the run directory, or refuses it. Called once per start, before anything is written there.
+
+    Raises:
+        ConfigError: a run is there already and ``resume`` is ``never``; there is none and it is ``must``; or nothing
+            can be written there.
+    """
+    if resume == "must" and not any((path / "checkpoints").glob("step-*")):
+        raise ConfigError(
+            "cannot resume",
+            found=f"no checkpoint in {path}",
+            needed="one, for --resume must",
+            fix="Use --resume auto to start afresh where there is none",
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        there = sorted(entry.name for entry in path.iterdir() if _counts(entry))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the run directory {path}",
+            found=error.strerror,
+            needed="a directory that can be written",
+            fix="Choose another with --run-dir",
+        ) from None
+    if resume == "never" and there:
+        raise ConfigError(
+            f"cannot start a run in {path}",
+            found=f"{', '.join(there[:3])}{', ...' if len(there) > 3 else ''} there",
+            needed="an empty directory",
+            fix="Go on with that run by --resume, or choose another directory with --run-dir",
+        )
+
+
+def _counts(entry: Path) -> bool:
+    """Not what a start that failed before its first step leaves behind."""
+    return entry.name != "workers.json" and (entry.is_dir() or entry.stat().st_size > 0)
+
+
+def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
+    """Tells the supervisor, or standard error where there is none, why this worker ends. Returns its exit code.
+
+    A `TeamError` is an echo of another worker's failure; another `PacelineError` needs no traceback.
+    """
+    exit_code = error.exit_code if isinstance(error, PacelineError) else EXIT_FAILED
+    kind = "echo" if isinstance(error, TeamError) else "mistake" if isinstance(error, PacelineError) else "exception"
+    told = {
+        "rank": rank,
+        "time": time.time(),
+        "exit_code": exit_code,
+        "kind": kind,
+        "message": str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    if report_dir is None:
+        text = told["traceback"] if kind == "exception" else f"error: {error}"
+        print(f"paceline: worker {rank}: {text}", file=sys.stderr, flush=True)
+    else:
+        _write_json(report_dir / f"worker-{rank}.json", told)
+    return exit_code
+
+
+def supervise(command: Sequence[str], workers: int, *, record: Path | None = None) -> int:
+    """Runs ``command`` in ``workers`` processes until all have ended; returns the exit code of the whole.
+
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are handed on to every worker, whose answer is theirs. When a worker fails, the
+    others are ended within seconds, and its failure is shown once. No process is left behind, whatever happens.
+
+    Args:
+        command: program and arguments; each worker finds its place in its environment (see `paceline.env`).
+        workers: how many.
+        record: where to write the workers' process ids, as JSON.
+    """
+    with contextlib.ExitStack() as stack:
+        report_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        port = stack.enter_context(_store()) if workers > 1 else None
+        team = stack.enter_context(_Workers(report_dir))
+        for rank in range(workers):
+            team.start(rank, command, env.for_worker(rank, workers, port=port, report_dir=report_dir))
+        if record is not None:
+            pids = [{"rank": rank, "pid": worker.pid} for rank, worker in enumerate(team.processes)]
+            _write_json(record, {"generation": 0, "workers": pids})
+        team.wait()
+        return _conclude(team.endings())
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How one worker ended. ``exit_code`` is negative for a signal; ``by_us``: ended because another failed."""
+
+    rank: int
+    exit_code: int
+    time: float
+    by_us: bool
+    report: dict[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        if self.report is not None:
+            return str(self.report["kind"])
+        if self.by_us:
+            return "echo"
+        return "signal" if self.exit_code < 0 else "exit"
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Who is to blame comes first. A death by signal is nobody's echo, unless it is abort(), which libraries call
+        when a peer is gone."""
+        rank = {"signal": 0 if self.exit_code != -signal.SIGABRT else 1, "echo": 2}.get(self.kind, 1)
+        return rank, float(self.report["time"]) if self.report else self.time
+
+
+class _Workers:
+    """The worker processes: started, handed signals, reaped; as a context, killed at its end."""
+
+    def __init__(self, report_dir: Path) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._report_dir = report_dir
+        self._ended: dict[int, tuple[int, float]] = {}
+        self._killed: set[int] = set()
+        self._stopping = False
+        self._received: list[int] = []
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> _Workers:
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_FORWARDED, signal.SIGTSTP):
+                before = signal.getsignal(number)
+                if number != signal.SIGHUP or before is not signal.SIG_IGN:  # nohup
+                    self._handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank, process in enumerate(self.processes):
+            if rank not in self._ended:
+                _kill_group(process, signal.SIGKILL)
+            process.wait()
+            _end_group(process)
+        for number, before in self._handlers.items():
+            signal.signal(number, before)
+
+    def start(self, rank: int, command: Sequence[str], environ: dict[str, str]) -> None:
+        """Starts the worker of the next rank."""
+        bootstrap = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid())]
+        self.processes.append(
+            subprocess.Popen([*bootstrap, *command], env=environ, process_group=0, stdin=subprocess.DEVNULL)
+        )
+
+    def wait(self) -> None:
+        """Returns when all have ended: by themselves, or killed some seconds after the first failure."""
+        deadline: float | None = None
+        while len(self._ended) < len(self.processes):
+            self._hand_on_signals()
+            for rank, process in enumerate(self.processes):
+                code = None if rank in self._ended else _exit_code(process)
+                if code is not None:
+                    self._ended[rank] = (code, time.time())
+                    if code not in _STOPS:
+                        _kill_group(process, signal.SIGKILL)  # forked children hold its connections open
+                        deadline = deadline or time.monotonic() + _GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                for rank, process in enumerate(self.processes):
+                    if rank not in self._ended:
+                        self._killed.add(rank)
+                        _kill_group(process, signal.SIGKILL)
+            time.sleep(_POLL_S)
+
+    def endings(self) -> list[_Ending]:
+        """One per worker, the one to blame first."""
+        endings = []
+        for rank, (code, ended) in self._ended.items():
+            if self._stopping and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
+                code = EXIT_INTERRUPTED if code == -signal.SIGINT else EXIT_PREEMPTED  # before it could answer better
+            path = self._report_dir / f"worker-{rank}.json"
+            told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+            endings.append(_Ending(rank, code, ended, rank in self._killed, told))
+        return sorted(endings, key=lambda ending: ending.order)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._received.append(number)
+
+    def _hand_on_signals(self) -> None:
+        while self._received:
+            number = self._received.pop(0)
+            if number == signal.SIGTSTP:  # Ctrl-Z: stop all, and go on together
+                self._signal_all(signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._signal_all(signal.SIGCONT)
+            else:
+                self._stopping = True
+                self._signal_all(_FORWARDED[signal.Signals(number)])
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for rank, process in enumerate(self.processes):
+            if rank not in self._ended:
+                os.kill(process.pid, number)
+
+
+def _conclude(endings: Sequence[_Ending]) -> int:
+    """Shows the first failure, in the order of ``endings``, and returns the exit code of the whole."""
+    failed = [ending for ending in endings if ending.exit_code not in _STOPS]
+    if not failed:
+        return next((ending.exit_code for ending in endings if ending.exit_code != EXIT_DONE), EXIT_DONE)
+    first, *others = failed
+    told = first.report
+    if told is None:
+        lines = [f"paceline: error: {_unreported(first)}"]
+    elif told["kind"] == "exception":
+        lines = [f"paceline: worker {first.rank} failed:", told["traceback"].rstrip()]
+    else:
+        lines = [f"paceline: error: {told['message']}"]
+    echoes = 0
+    for other in others:
+        if other.kind == "echo" or (told and other.report and other.report["message"] == told["message"]):
+            echoes += 1
+        else:
+            what = other.report["message"] if other.report else str(_unreported(other))
+            lines.append(f"paceline: worker {other.rank} failed too: {what}")
+    if echoes:
+        lines.append(f"paceline: {echoes} other worker{'s' if echoes > 1 else ''} ended because of it")
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a killed worker's progress display left the cursor hidden
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return first.exit_code if first.exit_code > 0 else EXIT_FAILED
+
+
+def _unreported(ending: _Ending) -> PacelineError:
+    if ending.exit_code >= 0:
+        return PacelineError(
+            f"worker {ending.rank} ended",
+            found=f"exit code {ending.exit_code} without a reason",
+            needed="0",
+            fix="Look above for what it printed",
+        )
+    hints = {
+        signal.SIGKILL: "Out of memory? See `dmesg`. Go on from the last checkpoint with --resume",
+        signal.SIGBUS: "Is /dev/shm or the disk full? Go on from the last checkpoint with --resume",
+    }
+    number = signal.Signals(-ending.exit_code)
+    return PacelineError(
+        f"worker {ending.rank} was killed",
+        found=f"{number.name} ({signal.strsignal(number)})",
+        needed="every worker alive to the end",
+        fix=hints.get(
+            number, "Run with PYTHONFAULTHANDLER=1 to see where; go on from the last checkpoint with --resume"
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """Serves a key-value store on the loopback interface; gives its port."""
+    import torch.distributed as dist
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    try:
+        yield port
+    finally:
+        del store
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a process that has ended (negative: the signal), without reaping it; else ``None``."""
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _kill_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signals a worker and all it started. A group without members is no more."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends what a reaped worker left behind: with a second to put its things in order, such as shared memory."""
+    deadline = time.monotonic() + 1.0
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            os.killpg(process.pid, 0)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    part = path.with_name(path.name + ".tmp")
+    part.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    part.replace(path)
