@@ -129,9 +129,12 @@ def learning_rate(schedule: Schedule, peak: float, step: int, total: int) -> flo
     if step < schedule.warmup:
         return peak * (step + 1) / (schedule.warmup + 1)
     last = total - 1
-    start = max(schedule.warmup, last * (1 - schedule.decay)) if schedule.kind == "wsd" else schedule.warmup
-    if schedule.kind == "constant" or step <= start:
+    fall_steps: float = last - schedule.warmup
+    if schedule.kind == "wsd":
+        fall_steps = min(fall_steps, last * schedule.decay)
+    fallen_steps = step - last + fall_steps  # in this order the last step ends the fall exactly
+    if schedule.kind == "constant" or fall_steps <= 0 or fallen_steps <= 0:
         return peak
-    done = min(1.0, (step - start) / (last - start))
+    done = min(1.0, fallen_steps / fall_steps)
     left = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
     return peak * (schedule.final + (1 - schedule.final) * left)

@@ -139,12 +139,12 @@ def run_dir(tmp_path: Path) -> Path:
     init_args = {"data": str(tmp_path / "data"), "width": 16, "layers": 1, "heads": 2, "context": 16}
     directory = tmp_path / "run"
     directory.mkdir()
-    settings = {
+    config = {
         "task": {"class_path": "paceline.tasks.Language", "init_args": init_args},
         "recipe": {"steps": 1},
         "execution": {},
     }
-    (directory / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     torch.manual_seed(0)
     model = Language(**init_args).build_model()  # type: ignore[arg-type]
     for step in (1, 2):
@@ -183,16 +183,16 @@ def test_what_a_run_may_lack(run_dir: Path, tmp_path: Path) -> None:
 
 def test_a_bare_bin_has_no_text(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "bare.bin").write_bytes(bytes(2000))
-    settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    settings["task"]["init_args"] |= {"data": str(tmp_path / "bare.bin"), "vocabulary": 257}
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    config["task"]["init_args"] |= {"data": str(tmp_path / "bare.bin"), "vocabulary": 257}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     with pytest.raises(UsageError, match=r"found .*bare.bin without a tokenizer"):
         sample(run_dir, "a", 1)
 
 
 def test_the_end_of_a_document_ends_the_text(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [*b"abc", 256, *b"def"]
-    monkeypatch.setattr("paceline.generate.generate", lambda *args, **settings: iter(ids))
+    monkeypatch.setattr("paceline.generate.generate", lambda *args, **rest: iter(ids))
     assert "".join(sample(run_dir, "docu", 7)) == "abc"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,12 @@ def some_tokens(*shape: int, vocabulary: int = 17) -> torch.Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler, once imported, sets this variable for good unless it is there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_parameter_count_is_that_of_the_module(tied: bool, kv_heads: int) -> None:
@@ -40,6 +48,7 @@ def test_parameter_count_is_that_of_the_module(tied: bool, kv_heads: int) -> Non
     assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.usefixtures("compiler_cache")
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_per_token_are_those_that_torch_counts(tied: bool) -> None:
     model = small(tied=tied)
@@ -136,7 +145,7 @@ def test_initial_weights_follow_the_seed_and_give_nearly_even_chances() -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.head.weight, c.head.weight)
     loss_per_token = a(some_tokens(4, 12), some_tokens(4, 12)).item() / 48
-    assert abs(loss_per_token - torch.tensor(17.0).log()) < 0.3
+    assert abs(loss_per_token - math.log(17)) < 1.0
 
 
 def test_it_learns_to_repeat() -> None:
@@ -153,6 +162,7 @@ def test_it_learns_to_repeat() -> None:
     assert losses[-1] < 0.1 < 2 < losses[0]
 
 
+@pytest.mark.usefixtures("compiler_cache")
 # Dynamo asks a tensor that is no leaf for its gradient, and silences its own warning only where warnings print.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_blocks_compiled_one_by_one_share_one_graph() -> None:
@@ -195,3 +205,18 @@ def test_more_tokens_than_the_context_are_refused() -> None:
     model(some_tokens(1, 10), cache=cache)
     with pytest.raises(ConfigError, match=r"found 13 tokens"):
         model(some_tokens(1, 3), cache=cache)
+
+
+def test_initial_scales_are_the_documented_ones() -> None:
+    model = small(width=64, hidden=256, vocabulary=500, layers=2, context=32)
+    expected = {
+        "embedding.weight": 0.02,
+        "head.weight": 64**-0.5,
+        "blocks.0.attention.qkv.weight": 64**-0.5,
+        "blocks.0.attention.out.weight": 64**-0.5 / 2,
+        "blocks.1.feed_forward.down.weight": 256**-0.5 / 2,
+    }
+    for name, std in expected.items():
+        assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.05), name
+    assert torch.equal(model.get_parameter("blocks.0.attention_norm.weight"), torch.ones(64))
+    assert small(tied=True, vocabulary=500).head.weight.std().item() == pytest.approx(0.02, rel=0.05)

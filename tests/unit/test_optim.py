@@ -45,8 +45,8 @@ def test_frozen_parameters_are_left_out_and_tied_ones_counted_once() -> None:
 
 
 def test_settings_reach_the_optimizer_that_has_them() -> None:
-    settings = Optimizer(lr=0.5, betas=(0.8, 0.9), eps=1e-6, init_args={"amsgrad": True})
-    adamw = build_optimizer(a_model(), settings)
+    chosen = Optimizer(lr=0.5, betas=(0.8, 0.9), eps=1e-6, init_args={"amsgrad": True})
+    adamw = build_optimizer(a_model(), chosen)
     assert type(adamw) is torch.optim.AdamW
     assert {key: adamw.defaults[key] for key in ("lr", "betas", "eps", "fused", "amsgrad")} == {
         "lr": 0.5,
@@ -71,7 +71,7 @@ def test_null_leaves_the_optimizers_own_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("changes", "message"),
     [
         ({"class_path": "AdmW"}, "found class_path='AdmW', need an optimizer in torch.optim. Did you mean 'AdamW'?"),
         ({"class_path": "no.such.Thing"}, "No module named 'no'"),
@@ -87,9 +87,9 @@ def test_null_leaves_the_optimizers_own_defaults() -> None:
         ({"init_args": {"foreach": True}}, "`fused` and `foreach` cannot be `True` together"),
     ],
 )
-def test_a_mistake_names_what_would_be_right(settings: dict[str, Any], message: str) -> None:
+def test_a_mistake_names_what_would_be_right(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_optimizer(a_model(), Optimizer(**settings))
+        build_optimizer(a_model(), Optimizer(**changes))
     assert message in str(caught.value)
 
 
