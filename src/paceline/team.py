@@ -210,7 +210,7 @@ class TorchTeam(Team):
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         with self._reaching():
-            dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1))
+            dist.all_gather_single(gathered.view(-1), tensor.contiguous().view(-1))
         return gathered
 
     def _gather_objects(self, value: Any) -> list[Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from paceline.config import Execution, Recipe
 from paceline.determinism import compile_blocks, seed_by
@@ -14,7 +17,7 @@ from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.events import Sink
 from paceline.optim import build_optimizer, learning_rate
 from paceline.run import Resume, Run
-from paceline.step import Step
+from paceline.step import Done, Step
 from paceline.tasks import Task
 
 __all__ = ["train"]
@@ -32,74 +35,112 @@ def train(
     """Trains ``task`` to the end of the recipe, or to a stop. Collective: one call in each worker.
 
     Args:
-        about: the task's class and arguments, which a resume must match.
+        about: JSON that a resume must match: the task's class and arguments. The data's fingerprint is added.
         sinks: told of every event, on worker 0.
 
     Returns:
         The exit code: done, preempted or interrupted.
+
+    Raises:
+        PacelineError: whatever `Run` and the task raise; the checkpoints so far stay good.
     """
-    data = {"data": task.fingerprint()}
-    with Run(recipe, execution, resume=resume, about={**(about or {}), **data}, sinks=sinks) as run:
+    about = {**(about or {}), "data": task.fingerprint()}
+    with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, _obeying_signals(run):
         seed_by(recipe.seed, "model")
         model = task.build_model().to(run.device)
         optimizer = build_optimizer(model, recipe.optimizer)
         if recipe.compile:
             compile_blocks(model)
         run.track(model=model, optimizer=optimizer)
-        training, held_out = task.train_data(), task.valid_data()
-        total = run.length(training)
-        last = min(total, execution.stop_at or total)
+        data = task.train_data()
+        steps = run.length(data)
+        reporter = _Reporter(run, task, model, steps)
 
         def train_step(step: Step) -> None:
             for batch in step:
                 with run.autocast():
                     loss, weight = task.loss(model, batch)
                 step.backward(loss, weight=weight)
-            lr = learning_rate(recipe.schedule, recipe.optimizer.lr, step.number, total)
+            lr = learning_rate(recipe.schedule, recipe.optimizer.lr, step.number, steps)
             step.update(optimizer, lr=lr, max_norm=recipe.max_norm)
 
-        def measure(batch: Any) -> Mapping[str, Any]:
-            with run.autocast():
-                return task.evaluate(model, batch)
-
-        def evaluate() -> None:
-            if held_out is None:
-                return
-            begun = time.perf_counter()
-            scores = run.evaluate(held_out, measure, collate=task.collate)
-            scores |= task.derive(scores, "valid")
-            run.note_metrics(scores)
-            run.events.emit("evaluate", step=run.position, seconds=time.perf_counter() - begun, **scores)
-
-        _obey_signals(run)
         model.train()
-        begun, samples = time.perf_counter(), 0
-        for done in run.steps(training, train_step, collate=task.collate):
-            samples += done.samples
-            if done.step % execution.log_every == 0 or done.step == last or done.skipped:
-                now = time.perf_counter()
-                speed = samples * task.tokens_per_sample() / (now - begun)
-                begun, samples = now, 0
-                run.events.emit(
-                    "step",
-                    step=done.step,
-                    steps=total,
-                    epoch=done.epoch,
-                    loss=done.loss,
-                    **task.derive({"loss": done.loss}, "train"),
-                    grad_norm=done.grad_norm,
-                    lr=done.lr,
-                    skipped=done.skipped,
-                    samples=done.samples,
-                    tokens_per_s=speed,
-                )
-            if done.step == last or (execution.evaluate_every and done.step % execution.evaluate_every == 0):
-                evaluate()
-                begun, samples = time.perf_counter(), 0
-        return _finish(run, total)
+        for done in run.steps(data, train_step, collate=task.collate):
+            reporter.log(done)
+            reporter.evaluate(done)
+        return reporter.finish()
 
 
-def _obey_signals(run: Run) -> None:
+class _Reporter:
+    """What a run tells: losses and speed by cadence, held-out metrics, and in the end its result."""
+
+    def __init__(self, run: Run, task: Task, model: nn.Module, steps: int) -> None:
+        self._run, self._task, self._model, self._steps = run, task, model, steps
+        self._last = min(steps, run.execution.stop_at or steps)
+        self._held_out = task.valid_data()
+        self._known: dict[str, Any] = {}
+        self._begun, self._samples = time.perf_counter(), 0
+
+    def log(self, done: Done) -> None:
+        """One `step` event every ``log_every`` steps, for the last step, and for each that was skipped."""
+        self._samples += done.samples
+        if not (self._due(done, self._run.execution.log_every) or done.skipped or done.stop):
+            return
+        elapsed_s = time.perf_counter() - self._begun
+        self._known |= {"loss": done.loss, "tokens_per_s": self._samples * self._task.tokens_per_sample() / elapsed_s}
+        self._run.events.emit(
+            "step",
+            step=done.step,
+            steps=self._steps,
+            epoch=done.epoch,
+            **self._known,
+            **self._task.derive({"loss": done.loss}, "train"),
+            grad_norm=done.grad_norm,
+            lr=done.lr,
+            skipped=done.skipped,
+            samples=done.samples,
+        )
+        self._restart_clock()
+
+    def evaluate(self, done: Done) -> None:
+        """Held-out metrics every ``evaluate_every`` steps and after the last. Collective."""
+        if self._held_out is None or not self._due(done, self._run.execution.evaluate_every):
+            return
+        begun = time.perf_counter()
+        scores = self._run.evaluate(self._held_out, self._measure, collate=self._task.collate)
+        scores |= self._task.derive(scores, "valid")
+        self._run.note_metrics(scores)
+        self._run.events.emit("evaluate", step=done.step, seconds=time.perf_counter() - begun, **scores)
+        self._restart_clock()
+
+    def finish(self) -> int:
+        """Writes ``result.json``, whole or not at all; returns the exit code. Collective."""
+        run = self._run
+        code = run.stopped or EXIT_DONE
+        done = "done" if run.position == self._steps else "stopped"
+        status = {EXIT_DONE: done, EXIT_PREEMPTED: "preempted", EXIT_INTERRUPTED: "interrupted"}[code]
+        result = {"status": status, "step": run.position, "steps": self._steps, "digest": run.digest()}
+        result |= {"loss": None, "tokens_per_s": None, **self._known, "workers": run.world_size}
+        run.events.emit("end", **result)
+        if run.run_dir is not None and run.is_main:
+            part = run.run_dir / "result.json.tmp"
+            part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            part.replace(run.run_dir / "result.json")
+        return code
+
+    def _due(self, done: Done, every: int | None) -> bool:
+        return done.step == self._last or (every is not None and done.step % every == 0)
+
+    def _measure(self, batch: Any) -> Mapping[str, Any]:
+        with self._run.autocast():
+            return self._task.evaluate(self._model, batch)
+
+    def _restart_clock(self) -> None:
+        self._begun, self._samples = time.perf_counter(), 0
+
+
+@contextmanager
+def _obeying_signals(run: Run) -> Iterator[None]:
     """SIGTERM and SIGUSR1 (preemption) and Ctrl-C: save after the step at work and stop; the second ends at once."""
     codes = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGUSR1: EXIT_PREEMPTED, signal.SIGINT: EXIT_INTERRUPTED}
 
@@ -107,25 +148,9 @@ def _obey_signals(run: Run) -> None:
         run.request_stop(codes[signal.Signals(number)])
         signal.signal(number, signal.SIG_DFL)
 
-    for number in codes:
-        signal.signal(number, handler)
-
-
-def _finish(run: Run, total: int) -> int:
-    """Writes ``result.json`` whole or not at all, and says how the run ended."""
-    code = run.stopped or EXIT_DONE
-    names = {EXIT_DONE: "done" if run.position == total else "stopped"}
-    status = names.get(code, "preempted" if code == EXIT_PREEMPTED else "interrupted")
-    result = {
-        "status": status,
-        "step": run.position,
-        "steps": total,
-        "digest": run.digest(),
-        "workers": run.world_size,
-    }
-    run.events.emit("end", **result)
-    if run.run_dir is not None and run.is_main:
-        part = run.run_dir / "result.json.tmp"
-        part.write_text(json.dumps(result, indent=2) + "\n")
-        part.replace(run.run_dir / "result.json")
-    return code
+    before = {number: signal.signal(number, handler) for number in codes}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
