@@ -84,7 +84,8 @@ class FlatSet:
 class LaneSums:
     """A worker's gradients of one step: one set for the lane at work, and the folded sums of the lanes before it.
 
-    At most ``1 + log2(lanes / workers)`` sets live at once; freed ones are used again.
+    With n = lanes / workers a power of two, ``1 + log2(n)`` sets live at once; a worker of any other number n of lanes
+    starts and ends inside nodes, and needs up to ``1 + 2 * floor(log2(n))``. Freed ones are used again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket], lanes: int) -> None:
