@@ -32,7 +32,7 @@ prepare([sys.argv[1]], sys.argv[2], tokenizer=sys.argv[3], processes=int(sys.arg
 def paragraphs(count: int, seed: int) -> list[str]:
     """Lines of made-up words, Zipf-distributed, some of them beyond ASCII."""
     random = np.random.default_rng(seed)
-    letters = list("etaoinshrdlucmfwypvbgk") + ["é", "ß", "ж", "中"]
+    letters = [*"etaoinshrdlucmfwypvbgk", "é", "ß", "ж", "中"]
     words = ["".join(random.choice(letters, random.integers(2, 10))) for _ in range(5000)]
     lines = []
     for _ in range(count):

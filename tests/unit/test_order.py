@@ -42,12 +42,14 @@ def epoch_by_lane(plan: Plan, epoch: int) -> list[list[int]]:
     return [[int(i) for s in steps for micro in plan.lane(s, lane) for i in micro] for lane in range(plan.lanes)]
 
 
+@settings(deadline=None)
 @given(sizes, seeds, epochs)
 def test_cipher_is_a_bijection(samples: int, seed: int, epoch: int) -> None:
     order = Cipher(samples=samples, seed=seed).indices(epoch, np.arange(samples))
     assert sorted(order.tolist()) == list(range(samples))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**62), seeds, epochs, st.data())
 def test_cipher_stays_in_range_and_is_injective_on_any_size(
     samples: int, seed: int, epoch: int, data: st.DataObject
@@ -110,28 +112,32 @@ def test_cipher_shuffles() -> None:
 
 def test_cipher_finds_its_place_in_a_trillion_samples_at_once() -> None:
     def place(samples: int, step: int) -> tuple[float, int]:
+        """Best seconds of several, since the machine may be busy; peak bytes."""
         plan = Plan(samples=samples, batch=64, micro_batch=8, lanes=8, tail="short", order="cipher", seed=0)
-        tracemalloc.start()
-        start = time.perf_counter()
-        for lane in range(8):
-            plan.lane(step, lane)
-        elapsed = time.perf_counter() - start
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return elapsed, peak
+        seconds = []
+        for _ in range(5):
+            tracemalloc.start()
+            start = time.perf_counter()
+            for lane in range(8):
+                plan.lane(step, lane)
+            seconds.append(time.perf_counter() - start)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return min(seconds), peak
 
-    place(10**3, 0)
     _, small = place(10**3, 1)
     elapsed, large = place(10**12, 10**9 // 64)
     assert elapsed < 0.05
     assert large < small + 4096 < 100_000
 
 
+@settings(deadline=None)
 @given(plans("short"), st.integers(0, 50))
 def test_short_shows_each_sample_once_an_epoch(plan: Plan, epoch: int) -> None:
     assert sorted(i for lane in epoch_by_lane(plan, epoch) for i in lane) == list(range(plan.samples))
 
 
+@settings(deadline=None)
 @given(plans("pad"), st.integers(0, 50))
 def test_pad_fills_every_lane_alike(plan: Plan, epoch: int) -> None:
     lanes = epoch_by_lane(plan, epoch)
@@ -139,6 +145,7 @@ def test_pad_fills_every_lane_alike(plan: Plan, epoch: int) -> None:
     assert {i for lane in lanes for i in lane} == set(range(plan.samples))
 
 
+@settings(deadline=None)
 @given(plans("drop"), st.integers(0, 50))
 def test_drop_leaves_out_only_the_tail(plan: Plan, epoch: int) -> None:
     lanes = epoch_by_lane(plan, epoch)
@@ -147,7 +154,7 @@ def test_drop_leaves_out_only_the_tail(plan: Plan, epoch: int) -> None:
     assert len(set(seen)) == len(seen)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 200), st.integers(1, 9), st.sampled_from(["pad", "drop"]), st.integers(0, 2**62), st.integers(0, 99)
 )
@@ -182,6 +189,7 @@ def test_permutation_leaves_the_global_generator_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@settings(deadline=None)
 @given(plans("short"), st.integers(0, 200))
 def test_a_step_deals_its_positions_over_lanes_in_micro_batches(plan: Plan, step: int) -> None:
     epoch, k = divmod(step, plan.steps_per_epoch)

@@ -160,13 +160,11 @@ def _input(path: Path, *, lenient: bool = False) -> InputFile:
 
 def _stdlib() -> list[InputFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    ignored = {"site-packages", "dist-packages", "__pycache__"}
-    names = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
-        if not ignored.intersection(path.relative_to(root).parts) and path.is_file()
-    )
-    return [_input(root / name, lenient=True) for name in names]
+    paths: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in ("site-packages", "dist-packages", "__pycache__")]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [_input(path, lenient=True) for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix())]
 
 
 def _folder(folder: Path, glob: str | None) -> list[InputFile]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -38,7 +38,7 @@ class Part:
     documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    data: bytearray = field(default_factory=bytearray)
+    data: bytes = b""
 
 
 @dataclass(kw_only=True)
@@ -85,6 +85,10 @@ class _FaultError(Exception):
         self.fault = fault
 
 
+_Texts = dict[Split, list[bytes]]
+"""The texts of a unit by split, in order."""
+
+
 class Encoder:
     """Turns units into token bytes. Everything that the result depends on is an argument.
 
@@ -100,49 +104,56 @@ class Encoder:
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer)
         self.rule, self.name, self.errors = rule, name, errors
         self.dtype = np.dtype("<u2" if self.tokenizer.vocabulary <= 2**16 else "<u4")
-        self._end = np.array([self.tokenizer.end_of_text], self.dtype).tobytes()
 
     def encode(self, unit: Unit) -> Encoded:
         """Never raises for bad input: see `Encoded.fault`."""
         done = Encoded()
+        texts: _Texts = {"train": [], "valid": []}
         try:
-            if unit.kind == "piece":
-                self._piece(unit, done)
-            elif unit.kind == "lines":
-                self._lines(unit, done)
+            if unit.kind == "lines":
+                self._lines(unit, done, texts)
             else:
-                for file in unit.files:
-                    with self._skipping(done, str(file.path), None):
-                        data = self._read(file, 0, file.size)
-                        self._document(self._text(data, file, done), data, done)
+                self._files(unit, done, texts)
         except _FaultError as stop:
             done.fault = stop.fault
-        for part in done.parts.values():
-            part.tokens = len(part.data) // self.dtype.itemsize
+        for split, several in texts.items():
+            if several:
+                data = self._tokens(several, unit.ends)
+                done.parts[split] = Part(
+                    documents=len(several) if unit.ends else 0,
+                    text_bytes=sum(map(len, several)),
+                    tokens=len(data) // self.dtype.itemsize,
+                    data=data,
+                )
         return done
 
-    @contextlib.contextmanager
-    def _skipping(self, done: Encoded, path: str, line: int | None) -> Iterator[None]:
-        try:
-            yield
-        except _SkipError:
-            done.skipped.append((path, line))
+    def _files(self, unit: Unit, done: Encoded, texts: _Texts) -> None:
+        """Whole files, or a piece of one."""
+        for file in unit.files:
+            start, stop = (unit.start, unit.stop) if unit.kind == "piece" else (0, file.size)
+            data = self._read(file, start, stop)
+            try:
+                text = self._text(data, file, done, offset=start)
+            except _SkipError:
+                done.skipped.append((str(file.path), None))
+                continue
+            if unit.kind == "piece":
+                texts[unit.split].append(text)
+            else:
+                self._split(text, data, texts)
 
-    def _piece(self, unit: Unit, done: Encoded) -> None:
-        file = unit.files[0]
-        with self._skipping(done, str(file.path), None):
-            text = self._text(self._read(file, unit.start, unit.stop), file, done, offset=unit.start)
-            self._add(text, unit.split, done, ends=unit.ends)
-
-    def _lines(self, unit: Unit, done: Encoded) -> None:
+    def _lines(self, unit: Unit, done: Encoded, texts: _Texts) -> None:
         file = unit.files[0]
         lines = self._read(file, unit.start, unit.stop).split(b"\n")
         done.lines = len(lines) - 1
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                with self._skipping(done, str(file.path), number):
+                try:
                     text = self._field(line, file, number, done)
-                    self._document(text, text, done)
+                except _SkipError:
+                    done.skipped.append((str(file.path), number))
+                else:
+                    self._split(text, text, texts)
 
     def _read(self, file: InputFile, start: int, stop: int) -> bytes:
         try:
@@ -168,6 +179,12 @@ class Encoder:
             )
         return data
 
+    def _line(self, line: bytes, file: InputFile, number: int, done: Encoded) -> str:
+        try:
+            return line.decode()  # once, since most lines are as they should be
+        except UnicodeDecodeError:
+            return self._text(line, file, done, line=number).decode()
+
     def _undecodable(self, found: str, data: bytes, file: InputFile, done: Encoded, line: int | None) -> bytes:
         if self.errors == "skip" or file.lenient:
             raise _SkipError
@@ -184,7 +201,7 @@ class Encoder:
             return _FaultError(Fault(path=str(file.path), found=found, needed=needed, fix=fix, line=number))
 
         try:
-            record: Any = json.loads(self._text(line.removeprefix(codecs.BOM_UTF8), file, done, line=number).decode())
+            record: Any = json.loads(self._line(line.removeprefix(codecs.BOM_UTF8), file, number, done))
         except (ValueError, RecursionError) as error:
             if self.errors == "skip":
                 raise _SkipError from error
@@ -207,28 +224,30 @@ class Encoder:
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
             return self._undecodable(f"a lone surrogate U+{ord(text[error.start]):X}", whole, file, done, number)
 
-    def _document(self, text: bytes, content: bytes, done: Encoded) -> None:
-        """A whole document: ``text`` to encode, ``content`` as it was met, which the split is a function of."""
+    def _split(self, text: bytes, content: bytes, texts: _Texts) -> None:
+        """Deals a whole document: ``text`` to encode, ``content`` as it was met, which the split is a function of."""
         if self.rule.kind != "tail":
-            self._add(text, self.rule.split(content), done)
+            if text:
+                texts[self.rule.split(content)].append(text)
             return
         target = self.rule.cut_target(len(text))
         cut = self.rule.cut(target, len(text), text[target : target + PIECE_BYTES])
-        self._add(text[:cut], "train", done)
-        self._add(text[cut:], "valid", done)
+        parts: list[tuple[Split, bytes]] = [("train", text[:cut]), ("valid", text[cut:])]
+        for split, part in parts:
+            if part:
+                texts[split].append(part)
 
-    def _add(self, text: bytes, split: Split, done: Encoded, *, ends: bool = True) -> None:
-        if not text:
-            return
-        part = done.parts.setdefault(split, Part())
-        if isinstance(self.tokenizer, ByteTokenizer):
-            part.data += np.frombuffer(text, np.uint8).astype(self.dtype).tobytes()
-        else:
-            part.data += np.array(self.tokenizer.encode(text.decode()), self.dtype).tobytes()
-        part.text_bytes += len(text)
-        if ends:
-            part.documents += 1
-            part.data += self._end
+    def _tokens(self, texts: list[bytes], ends: bool) -> bytes:
+        """The ids of ``texts`` as bytes, an end of text behind each if it ``ends``."""
+        end = self.tokenizer.end_of_text
+        if not isinstance(self.tokenizer, ByteTokenizer):
+            encoded = [self.tokenizer.encode(text.decode()) + [end] * ends for text in texts]
+            return np.concatenate([np.array(ids, self.dtype) for ids in encoded]).tobytes()
+        if not ends:
+            return np.frombuffer(b"".join(texts), np.uint8).astype(self.dtype).tobytes()
+        ids = np.frombuffer(b"\0".join([*texts, b""]), np.uint8).astype(self.dtype)
+        ids[np.cumsum([len(text) + 1 for text in texts]) - 1] = end
+        return ids.tobytes()
 
 
 def encode_units(units: Iterable[Unit], encoder: Encoder, processes: int) -> Generator[tuple[Unit, Encoded]]:
@@ -247,6 +266,9 @@ def encode_units(units: Iterable[Unit], encoder: Encoder, processes: int) -> Gen
             yield first, result.result()
 
 
+PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from paceline.data.encoding import serve; serve()"
+"""What a helper runs: our own import path, in case it is not the environment's."""
+
 _LEAVE_S = 10.0
 """A helper whose input has ended leaves at once; one that does not (it was stopped) is killed after this time."""
 
@@ -257,8 +279,7 @@ class _Helpers:
     def __init__(self, encoder: Encoder, processes: int) -> None:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="paceline-encode")
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        program = "import sys; sys.path[:] = sys.argv[1:]; from paceline.data.encoding import serve; serve()"
-        command = [sys.executable, "-P", "-c", program, *sys.path]
+        command = [sys.executable, "-P", "-c", PROGRAM, *sys.path]
         self._all = [
             # a process group of its own: Ctrl-C is ours to handle, they follow when their input ends
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
