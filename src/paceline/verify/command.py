@@ -1,0 +1,160 @@
+"""The command itself."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.config import Recipe
+from paceline.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from paceline.parsing import Settings
+from paceline.verify import record
+from paceline.verify.runs import Variation, run
+from paceline.verify.table import Display, conclusion, same
+from paceline.verify.trace import first_difference, weight_gap
+
+__all__ = ["verify"]
+
+_LEGS = 3
+"""Of an interrupted run: stopped twice."""
+
+
+def verify(
+    settings: Settings,
+    *,
+    workers: Sequence[int],
+    steps: int | None = None,
+    interrupt: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Runs ``settings`` once with each number of workers, prints how the bits compare, and writes the proof.
+
+    Each run starts from scratch, under the supervisor, in a directory of its own. Nothing of the recipe is touched, the
+    schedule neither: a run of fewer steps is the beginning of the whole one.
+
+    Args:
+        workers: worker counts; the first is the reference.
+        steps: how many; ``None``: all, or up to ``execution.stop_at``.
+        interrupt: beside each run, another one that is stopped twice on its way and resumed on the next worker counts
+            of the list. The undisturbed ones are needed too: what every resume does wrong alike would show in no
+            comparison of resumed runs.
+        out: new or empty directory for the proof and the runs. ``None``: the proof goes to ``<run_dir>-verify``, and
+            the runs stay there only when their bits differ.
+
+    Returns:
+        0 when all bits agree, 1 when not, the exit code of a variation that failed.
+
+    Raises:
+        ConfigError: a list of workers, or a number of steps, from which nothing can be learned.
+        PacelineError: a variation's own log does not show that it ran as asked.
+    """
+    _check(settings.recipe, workers, steps, interrupt)
+    steps = steps or settings.execution.stop_at
+    home = out or settings.run_dir.with_name(f"{settings.run_dir.name}-verify")
+    runs = _prepare(home, keep=out is not None)
+    paths: list[tuple[int, ...]] = [(count,) for count in workers]
+    if interrupt:
+        paths += [tuple(workers[(i + leg) % len(workers)] for leg in range(_LEGS)) for i in range(len(workers))]
+    variations = [Variation(workers=path, run_dir=runs / "-".join(map(str, path))) for path in paths]
+    reference = variations[0]
+    print(
+        f"{settings.run_dir.name}: {len(variations)} runs of {steps or 'all'} steps on {settings.recipe.lanes} lanes",
+        flush=True,
+    )
+    with Display([variation.name for variation in variations]) as display:
+        for variation in variations:
+            code = run(variation, settings, steps, partial(display.show, variation))
+            if code != EXIT_DONE:
+                display.end(variation, "failed")
+                break
+            steps = len(reference.trace)
+            if variation is reference:
+                _check(settings.recipe, workers, steps, interrupt)  # known by now even when the recipe counts epochs
+            variation.difference = first_difference(reference.trace, variation.trace)
+            display.end(variation, "-" if variation is reference else same(variation.difference))
+    if code != EXIT_DONE:
+        said = (variation.run_dir.parent / f"{variation.run_dir.name}.err").read_text(errors="replace").rstrip()
+        print(f"{said}\npaceline: that was the run with workers {variation.name}, kept in {runs}", file=sys.stderr)
+        return code
+    different = [variation for variation in variations if variation.difference is not None]
+    for variation in different:
+        variation.weights = weight_gap(_weights(reference), _weights(variation))
+    record.write(home / "proof.json", variations)
+    print("\n".join(conclusion(variations, settings.recipe)))
+    if different or out is not None:
+        print(f"runs: {runs}")
+    else:
+        shutil.rmtree(runs)
+    print(f"proof: {home / 'proof.json'}", flush=True)
+    return EXIT_FAILED if different else EXIT_DONE
+
+
+def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt: bool) -> None:
+    listed = ",".join(map(str, workers))
+    twice = [count for i, count in enumerate(workers) if count in workers[:i]]
+    fewest = _LEGS if interrupt else 1
+    longest = recipe.steps if recipe.steps is not None else math.inf
+    faults = [
+        (not workers, "no worker counts", "two or more", "Use --workers 1,2"),
+        (bool(twice), f"--workers {listed}", "each number once", f"Leave out the second {twice[:1]}"),
+        (
+            not all(1 <= count <= recipe.lanes for count in workers),
+            f"--workers {listed}, lanes={recipe.lanes}",
+            "1 <= workers <= lanes",
+            f"Use numbers from 1 to {recipe.lanes}",
+        ),
+        (
+            len(workers) == 1 and not interrupt,
+            f"--workers {listed}, one run and nothing to compare it with",
+            "at least two runs",
+            "Use --workers 1,2, or add --interrupt to compare a run with itself, stopped and resumed",
+        ),
+        (
+            steps is not None and not fewest <= steps <= longest,
+            f"--steps {steps}",
+            f"{fewest} or more" + (f", up to the run's own {longest}" if longest < math.inf else ""),
+            f"Use --steps {min(20, longest)}",
+        ),
+    ]
+    for wrong, found, needed, fix in faults:
+        if wrong:
+            raise ConfigError("cannot verify the run", found=found, needed=needed, fix=fix)
+
+
+def _prepare(home: Path, *, keep: bool) -> Path:
+    """Makes ``home``, without an old proof in it; returns where the runs go."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        there = sorted(entry.name for entry in home.iterdir())
+        if not keep:
+            (home / "proof.json").unlink(missing_ok=True)
+            return Path(tempfile.mkdtemp(prefix="runs-", dir=home))
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {home}",
+            found=error.strerror,
+            needed="a directory that can be written",
+            fix="Use another --out",
+        ) from None
+    if there:
+        raise ConfigError(
+            f"cannot use {home}",
+            found=f"{', '.join(there[:3])}{', ...' if len(there) > 3 else ''} there",
+            needed="a new or empty directory: nothing old may count as proof",
+            fix="Use another --out",
+        )
+    return home
+
+
+def _weights(variation: Variation) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = variation.checkpoint("model").states["model"]
+    return weights

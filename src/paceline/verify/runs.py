@@ -1,0 +1,142 @@
+"""The runs under test: each in a directory of its own, in as many legs as it has worker counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from paceline.checkpoint import Loaded, Store
+from paceline.errors import EXIT_DONE, PacelineError
+from paceline.events import read_events
+from paceline.parsing import Settings, dump
+from paceline.verify.trace import Difference, StepBits, WeightGap, trace_of
+
+__all__ = ["Variation", "run", "stops"]
+
+_POLL_S = 0.2
+
+
+@dataclass(kw_only=True)
+class Variation:
+    """One run under test, and what became of it."""
+
+    workers: tuple[int, ...]
+    run_dir: Path
+    seconds: float = 0.0
+    trace: list[StepBits] = dataclasses.field(default_factory=list)
+    difference: Difference | None = None
+    weights: WeightGap | None = None
+
+    @property
+    def name(self) -> str:
+        """As in the table: ``2``, or ``2 > 3 > 1``."""
+        return " > ".join(map(str, self.workers))
+
+    @property
+    def events(self) -> Path:
+        """Its run log."""
+        return self.run_dir / "events.jsonl"
+
+    def checkpoint(self, *states: str) -> Loaded:
+        """The one after the last step, with ``states`` of it."""
+        loaded = Store(self.run_dir / "checkpoints").load(None, only=states)
+        if loaded is None or loaded.step != len(self.trace) or loaded.passed_over:
+            raise PacelineError(
+                f"cannot prove anything by the run with workers {self.name}",
+                found=f"checkpoint {loaded.step if loaded else None} in {self.run_dir}",
+                needed=f"a whole one of step {len(self.trace)}",
+                fix="Run it again",
+            )
+        return loaded
+
+
+def stops(steps: int, legs: int) -> list[int]:
+    """Where the legs of a run end.
+
+    >>> stops(20, 3), stops(20, 1)
+    ([6, 13, 20], [20])
+    """
+    return [leg * steps // legs for leg in range(1, legs + 1)]
+
+
+def run(variation: Variation, settings: Settings, steps: int | None, watch: Callable[[], None]) -> int:
+    """Runs one variation and reads its log; returns the exit code of the leg that failed, or 0.
+
+    Args:
+        settings: of the run that is verified.
+        steps: how many; ``None``: all.
+        watch: called a few times a second.
+
+    Raises:
+        PacelineError: its log does not show that it ran as asked.
+    """
+    begun = time.monotonic()
+
+    def tick() -> None:
+        variation.seconds = time.monotonic() - begun
+        watch()
+
+    ends: list[int | None] = [*stops(steps, len(variation.workers))] if steps is not None else [None]
+    for leg, (count, stop) in enumerate(zip(variation.workers, ends, strict=True)):
+        execution = dataclasses.replace(
+            settings.execution,
+            workers=count,
+            run_dir=str(variation.run_dir),
+            stop_at=stop,
+            digest_every=1,
+            checkpoint_every=None,  # one at the stop
+            keep=1,
+            keep_best=None,
+            tensorboard=False,
+        )
+        config = variation.run_dir.with_name(f"{variation.run_dir.name}-leg{leg + 1}.yaml")
+        config.write_text(dump(dataclasses.replace(settings, execution=execution)), encoding="utf-8")
+        command = [sys.executable, "-m", "paceline", "train", str(config), "--resume", "must" if leg else "never"]
+        code = _execute(command, variation.run_dir, tick)
+        if code != EXIT_DONE:
+            return code
+    tick()
+    variation.trace = trace_of(read_events(variation.events), workers=variation.workers, steps=steps)
+    return EXIT_DONE
+
+
+def _execute(command: Sequence[str], logs: Path, watch: Callable[[], None]) -> int:
+    """Runs a command whose output goes to files, and does not outlive this process's own end by signal."""
+    with ExitStack() as stack:
+        stdout, stderr = (
+            stack.enter_context(logs.with_name(f"{logs.name}.{end}").open("ab")) for end in ("out", "err")
+        )
+        stack.enter_context(_terminable())
+        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr))
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+                watch()
+        except BaseException:
+            process.terminate()  # its supervisor hands it on, and leaves no worker behind
+            process.wait()
+            raise
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

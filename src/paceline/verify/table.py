@@ -1,0 +1,99 @@
+"""How verify tells what it finds: the table, live on a terminal, and the sentences under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from paceline.config import Recipe
+from paceline.events import read_events
+from paceline.verify.runs import Variation
+from paceline.verify.trace import Difference
+
+__all__ = ["Display", "conclusion", "same"]
+
+
+class Display:
+    """The table: live on a terminal, else a line as each run ends."""
+
+    _HEAD = ("workers", "digest", "seconds", "same?")
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._rows = dict.fromkeys(names, ("", "", ""))
+        self._width = max(len(name) for name in [*names, self._HEAD[0]])
+        console = Console()
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        else:
+            self._print(self._HEAD)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, variation: Variation) -> None:
+        """How far the run has come; nothing without a terminal."""
+        if self._live:
+            done = len(read_events(variation.events, "digest")) if variation.events.exists() else 0
+            self._set(variation, f"step {done}" if done else "starting", "")
+
+    def end(self, variation: Variation, same: str) -> None:
+        """The run's own line."""
+        digest = variation.trace[-1].digest[:16] if variation.trace else "none"
+        if self._live:
+            self._set(variation, digest, same)
+        else:
+            self._print((variation.name, digest, f"{variation.seconds:.1f}", same))
+
+    def _set(self, variation: Variation, digest: str, same: str) -> None:
+        assert self._live is not None
+        self._rows[variation.name] = (digest, f"{variation.seconds:.1f}", same)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name, justify in zip(self._HEAD, ("left", "left", "right", "left"), strict=True):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for name, row in self._rows.items():
+            table.add_row(name, *row)
+        self._live.update(table, refresh=True)
+
+    def _print(self, row: Sequence[str]) -> None:
+        name, digest, seconds, same = row
+        print(f"{name:<{self._width}}  {digest:<16}  {seconds:>7}  {same}".rstrip(), flush=True)
+
+
+def same(difference: Difference | None) -> str:
+    """The last column."""
+    return "yes" if difference is None else f"no, from step {difference.step}"
+
+
+def conclusion(variations: Sequence[Variation], recipe: Recipe) -> Iterator[str]:
+    """The sentences under the table: equal, or where each run parts from the reference, how far, and why."""
+    reference, steps = variations[0], len(variations[0].trace)
+    different = [variation for variation in variations if variation.difference is not None]
+    if not different:
+        yield f"equal: {len(variations)} runs, the same bits after each of {steps} steps"
+        return
+    yield f"different: {len(different)} of {len(variations) - 1} runs from that with workers {reference.name}"
+    for variation in different:
+        there, weights = variation.difference, variation.weights
+        assert there is not None and weights is not None
+        where = f"{there.name} ({there.kind}; {there.count} of {there.of} differ)"
+        yield f"workers {variation.name}, step {there.step}: {where}"
+        yield f"  {there.reference} with workers {reference.name}, {there.found} here"
+        yield f"  final weights: up to {weights.max_abs:.2g} apart ({weights.at}), {weights.relative:.2g} relative"
+    if recipe.gradients == "allreduce":
+        yield "recipe.gradients=allreduce: the backend's own sum moves with the workers; exact gives the same bits"
+        return
+    first = min((v.difference for v in different if v.difference), key=lambda difference: difference.step)
+    if first.kind == "tensor":
+        yield f"step {first.step}: the losses agree, so the forward passes did; the sum of gradients or the update did not"
+    elif first.step > 1:
+        yield f"step {first.step}: the weights before it agree; its data, dropout or another part of the forward pass did not"
+    else:
+        yield "step 1: the initial weights, the data or the forward pass did not agree"
