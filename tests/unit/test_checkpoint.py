@@ -251,7 +251,7 @@ def test_a_store_that_never_loaded_keeps_what_it_just_wrote(ram: Path) -> None:
     assert_whole(Store(ram).load(IDENTITY), 100)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_damaged_and_saved_the_newest_save_can_be_loaded(ram: Path, data: st.DataObject) -> None:
     directory = Path(tempfile.mkdtemp(dir=ram))

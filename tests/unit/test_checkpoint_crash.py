@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Snapshot, Store, Writer
+from paceline.checkpoint.manifest import Name, parse, verify
 from paceline.config import Identity
 from paceline.errors import CheckpointError
 
@@ -36,7 +37,14 @@ def snapshot(step: int) -> Snapshot:
 
 
 def check_whole(store: Store, at_least: int) -> int:
-    """The newest step, after checking its contents and that nothing had to be passed over."""
+    """The newest step, after checking its contents and that every directory named as a checkpoint is one."""
+    for path in store.directory.iterdir():
+        if name := Name.parse(path.name):
+            verify(
+                parse((path / "manifest.json").read_bytes()),
+                name.step,
+                {f.name: f.stat().st_size for f in path.iterdir()},
+            )
     loaded = Store(store.directory).load(IDENTITY)
     assert loaded is not None, "no checkpoint is left"
     assert loaded.passed_over == [], loaded.passed_over
@@ -162,6 +170,6 @@ if __name__ == "__main__":
     where = Path(sys.argv[2])
     if sys.argv[1] == "kill":
         print(kill_at_every_system_call(where / "calls"))
-        kill_at_random_moments(where / "moments", 20)
+        kill_at_random_moments(where / "moments", 10)
     else:
         save_with_a_file_limit(where / "limited")

@@ -63,7 +63,7 @@ def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memor
     text += b" " * (-(8 + len(text)) % 64)
     yield len(text).to_bytes(8, "little") + text
     for key in order:
-        raw = _raw(tensors[key].contiguous())
+        raw = _raw(tensors[key])
         for start in range(0, len(raw), CHUNK):
             yield raw[start : start + CHUNK]
 
@@ -115,7 +115,7 @@ def _layout(header: bytearray, data: int) -> list[tuple[str, torch.dtype, list[i
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it."""
+    """The bytes of a CPU tensor: its own where it is contiguous, else those of a contiguous copy."""
     if not tensor.numel():  # its strides may be anything, and `view` minds them
         return memoryview(bytearray())
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
