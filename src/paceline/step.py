@@ -74,7 +74,8 @@ class Step:
     """Given to a train step function, which iterates over it, calls `backward` per micro-batch, then `update`.
 
     ``for batch in step`` gives this worker's micro-batches, lane by lane; in the loop's body torch, numpy and `random`
-    are seeded from (seed, step, lane, micro-batch), so dropout does not depend on who drives the lane.
+    are seeded from (seed, step, lane, micro-batch), so dropout does not depend on who drives the lane. After the loop
+    they are seeded from (seed, step), so noise added to the gradients is the same on every worker.
 
     Attributes:
         number: finished steps before this one; 0 in the first step. What a schedule is a function of.
@@ -111,16 +112,19 @@ class Step:
             self._reducer.begin_lane(lane)
             micro_batches = len(self._plan.lane(self.number, lane))
             for micro in range(micro_batches):
+                batch = next(self._batches)  # before the seed: loading in this process draws random numbers too
                 seed_by(self._plan.seed, "train", self.number, lane, micro)
                 self._row = row
                 self._last = lane == self._reducer.lanes[-1] and micro == micro_batches - 1
                 self._phase = "batch"
-                yield next(self._batches)
+                yield batch
                 self._expect("between", "go on to the next micro-batch", "one step.backward(loss, weight=...) for each")
             if micro_batches:
                 self._buffers.end_lane(lane)
         self._phase = "between"
         self._reduce()
+        # For what draws between here and the end of the update, which must be the same on every worker.
+        seed_by(self._plan.seed, "update", self.number)
 
     def backward(self, loss: Tensor, *, weight: float) -> None:
         """Adds one micro-batch to the step. Not collective; the team exchanges gradients during a worker's last one.
