@@ -291,7 +291,7 @@ class ThreadTeam(Team):
         failures: list[BaseException] = []
 
         def body(team: ThreadTeam) -> None:
-            torch.set_num_threads(1)
+            configure_thread(1)
             try:
                 results[team.rank] = work(team)
             except BaseException as error:  # every failure of a thread must reach the caller
