@@ -64,10 +64,8 @@ def verify(
         paths += [tuple(workers[(i + leg) % len(workers)] for leg in range(_LEGS)) for i in range(len(workers))]
     variations = [Variation(workers=path, run_dir=runs / "-".join(map(str, path))) for path in paths]
     reference = variations[0]
-    print(
-        f"{settings.run_dir.name}: {len(variations)} runs of {steps or 'all'} steps on {settings.recipe.lanes} lanes",
-        flush=True,
-    )
+    length = f"{steps} steps" if steps else "the whole length"
+    print(f"{settings.run_dir.name}: {len(variations)} runs of {length} on {settings.recipe.lanes} lanes", flush=True)
     with Display([variation.name for variation in variations]) as display:
         for variation in variations:
             code = run(variation, settings, steps, partial(display.show, variation))

@@ -92,8 +92,9 @@ def conclusion(variations: Sequence[Variation], recipe: Recipe) -> Iterator[str]
         return
     first = min((v.difference for v in different if v.difference), key=lambda difference: difference.step)
     if first.kind == "tensor":
-        yield f"step {first.step}: the losses agree, so the forward passes did; the sum of gradients or the update did not"
+        why = "the losses agree, so the forward passes did; the sum of gradients or the update did not"
     elif first.step > 1:
-        yield f"step {first.step}: the weights before it agree; its data, dropout or another part of the forward pass did not"
+        why = "the weights before it agree; its data, dropout or another part of the forward pass did not"
     else:
-        yield "step 1: the initial weights, the data or the forward pass did not agree"
+        why = "the initial weights, the data or the forward pass did not agree"
+    yield f"step {first.step}: {why}"
