@@ -105,11 +105,11 @@ class Progress:
         self._say(f"passed over {event['what']}: {event['why']}", style="yellow")
 
     def _show_end(self, event: Mapping[str, Any]) -> None:
+        self.close()
         self._say(f"{event['status']} at step {event['step']}, digest {event['digest']}", style="bold")
 
     def _say(self, line: str, style: str = "none") -> None:
-        # Text, since a path or an error may hold what rich would take for markup.
-        self._console.print(Text(line, style=style if self._live is not None else ""))
+        self._console.print(Text(line, style=style))  # Text, since an error may hold what rich would take for markup
         if self._live is None:
             self._console.file.flush()
 
@@ -185,12 +185,12 @@ def bytes_progress(what: str, stream: TextIO | None = None) -> Iterator[Callable
 def _short(number: float) -> str:
     """Three digits and a unit.
 
-    >>> _short(1234567), _short(38_400.0), _short(950)
-    ('1.23M', '38.4k', '950')
+    >>> _short(1234567), _short(38_000.0), _short(950)
+    ('1.23M', '38.0k', '950')
     """
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size * 0.9995:
-            return f"{number / size:.3g}{unit}"
+            return f"{number / size:#.3g}".rstrip(".") + unit
     return f"{number:.3g}"
 
 
