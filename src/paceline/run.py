@@ -337,8 +337,14 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Leaving the team in order would wait for workers that may be waiting for this one: they see it end instead.
+        if self._writer is not None:
+            self._writer.close()
+        self.events.close()
 
     @property
     def identity(self) -> Identity:

@@ -16,7 +16,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -48,6 +48,39 @@ class Pending(Generic[T]):
         return result
 
 
+class _JobThread:
+    """Runs jobs one after the other.
+
+    A daemon thread, which no executor of the standard library has: after a failure the interpreter must be able to end
+    although a job still waits for a worker that may never answer.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="paceline-communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._queue.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """Returns when all jobs are done and the thread has ended."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self, threads: int) -> None:
+        configure_thread(threads)
+        while (item := self._queue.get()) is not None:
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:  # raised where somebody waits for it
+                future.set_exception(error)
+            del item, future, job  # or the last job would keep its tensors alive
+
+
 class Team(ABC):
     """Workers that train together: ``rank`` of ``world_size``, on ``device``.
 
@@ -58,13 +91,13 @@ class Team(ABC):
     def __init__(self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int) -> None:
         self.rank, self.world_size, self.local_rank, self.device = rank, world_size, local_rank, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "paceline-communication", configure_thread, (threads,))
+        self._jobs = _JobThread(threads)
 
     def submit(self, job: Callable[[], T]) -> Pending[T]:
         """Runs ``job`` in the communication thread after those before it (on CUDA: on its stream, after all work queued
         on the current stream so far). Collective if the job is."""
         if self._stream is None:
-            return Pending(self._thread.submit(job))
+            return Pending(self._jobs.submit(job))
         ready, done, stream = torch.cuda.Event(), torch.cuda.Event(), self._stream
         ready.record()
 
@@ -76,7 +109,7 @@ class Team(ABC):
                 done.record()
                 return result
 
-        return Pending(self._thread.submit(on_stream), done)
+        return Pending(self._jobs.submit(on_stream), done)
 
     @abstractmethod
     def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
@@ -119,7 +152,7 @@ class Team(ABC):
 
     def close(self) -> None:
         """Ends the communication thread, then the group, in that order: torch aborts at exit otherwise."""
-        self._thread.shutdown()
+        self._jobs.close()
 
 
 class SoloTeam(Team):
@@ -255,6 +288,7 @@ class ThreadTeam(Team):
         except queue.Empty:
             value = _LOST
         if value is _LOST:
+            self._mail[rank, self.rank].put(_LOST)  # for whatever else waits for that worker
             raise TeamError(f"worker {self.rank} lost touch with worker {rank}")
         return value
 
@@ -305,7 +339,7 @@ class ThreadTeam(Team):
         for thread in threads:
             thread.join(timeout_s)
         for team in teams:
-            team._thread.shutdown(wait=not failures, cancel_futures=True)
+            team.close()
         if failures:
             raise next((error for error in failures if not isinstance(error, TeamError)), failures[0])
         if len(results) < world_size:
