@@ -24,7 +24,6 @@ class LaneBuffers:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = dict(modules)
         self._start: dict[str, Tensor] = {}
-        self._seen: dict[str, tuple[Tensor, int]] = {}
         self._changed: dict[int, dict[str, Tensor]] = {}
 
     def _current(self) -> dict[str, Tensor]:
@@ -36,22 +35,19 @@ class LaneBuffers:
 
     def begin_step(self) -> None:
         """Remembers what every lane of the step starts from."""
-        current = self._current()
-        self._start = {name: buffer.clone() for name, buffer in current.items()}
-        self._seen = {name: (buffer, buffer._version) for name, buffer in current.items()}
+        self._start = {name: buffer.clone() for name, buffer in self._current().items()}
         self._changed = {}
 
     def end_lane(self, lane: int) -> None:
-        """Keeps what a lane that had data changed, and puts the start back for the next."""
+        """Keeps what a lane that had data changed, and puts the start back for the next.
+
+        Compares bytes: torch's batch norm does not count its writes in a buffer's version.
+        """
         changed: dict[str, Tensor] = {}
         for name, buffer in self._current().items():
-            seen, version = self._seen[name]
-            if buffer is seen and buffer._version == version:
-                continue  # not written to at all: the usual case, for free
             if not _same_bytes(buffer, self._start[name]):
                 changed[name] = buffer.clone()
                 buffer.copy_(self._start[name])
-            self._seen[name] = (buffer, buffer._version)
         self._changed[lane] = changed
 
     @property
