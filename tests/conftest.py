@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+
 from pool import Pool
 
 GRACE_S = 5.0
@@ -34,7 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: a part of a sweep that runs with --long only")
     hypothesis.settings.load_profile("long" if config.getoption("--long") else "short")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +53,6 @@ def device(request: pytest.FixtureRequest) -> str:
     """``recipe.device`` of the tests that train."""
     choice: str = request.config.getoption("--device")
     return choice
-
-
-@pytest.fixture(scope="session")
-def long(request: pytest.FixtureRequest) -> bool:
-    """Whether to run the whole of a sweep."""
-    return bool(request.config.getoption("--long"))
 
 
 @pytest.fixture(scope="session")

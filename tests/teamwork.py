@@ -67,7 +67,7 @@ class Setup:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     bucket_bytes: int = 2**20
     gradients: Literal["exact", "allreduce"] = "exact"
-    policy: Policy = Policy(on_nonfinite="raise", skip_loss_above=None)
+    policy: Policy = field(default_factory=lambda: Policy(on_nonfinite="raise", skip_loss_above=None))
     signals: Callable[[Team], Signals] = lambda team: Signals()
     loader_workers: int = 0
 
@@ -78,7 +78,7 @@ class Seen:
 
     Args:
         digest: of the model with its buffers, and the optimizer's state.
-        grads: by parameter name after the last step, before it only in `done`.
+        grads: by parameter name, as they stand after the last step.
     """
 
     digest: str

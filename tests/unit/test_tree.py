@@ -1,4 +1,4 @@
-"""The tree: whoever adds which lanes, and in whichever order they finish, the additions and so the bits are the same."""
+"""The tree: whoever adds which lanes, in whichever stages, the additions and so the bits are the same."""
 
 from __future__ import annotations
 
