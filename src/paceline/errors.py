@@ -54,7 +54,7 @@ class PacelineError(Exception):
         self.problem, self.found, self.needed, self.fix = problem, found, needed, fix
         facts = ", ".join(part for part in (found and f"found {found}", needed and f"need {needed}") if part)
         text = f"{problem}: {facts}" if facts else problem
-        super().__init__(f"{text}. {fix.rstrip('.')}." if fix else f"{text}.")
+        super().__init__(" ".join(part if part[-1] in ".?!" else f"{part}." for part in (text, fix) if part))
 
 
 class ConfigError(PacelineError):
