@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import inspect
 import os
+import pathlib
 import re
 import types
 import typing
@@ -298,6 +299,8 @@ def _untree(tree: Tree) -> Any:
 
 def _typed(hint: Any, value: Any) -> Any:
     """``value`` as the type that ``hint`` asks for, by jsonargparse."""
+    if hint is pathlib.Path and isinstance(value, str):
+        return pathlib.Path(value)  # jsonargparse takes a name such as "?" for YAML
     parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--value", type=hint)
     return parser.instantiate(parser.parse_object({"value": value})).value

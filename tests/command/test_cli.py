@@ -30,7 +30,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith("paceline: error: cannot ") and line.endswith(".")
+    assert line.startswith("paceline: error: cannot ") and line.endswith((".", "?"))
     return line
 
 
