@@ -188,8 +188,8 @@ class Block(nn.Module):
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor, past: tuple[Tensor, int] | None = None) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rotary_2TD, past))
-        x_BTC = x_BTC + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
-        return x_BTC
+        y_BTC: Tensor = x_BTC + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTC)))
+        return y_BTC
 
 
 class GPT(nn.Module):
