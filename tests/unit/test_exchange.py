@@ -319,6 +319,7 @@ def test_one_exchange_sums_every_part_once_and_divides(lanes: int, workers: int,
         for _ in range(2):  # the second time in the inboxes of the first
             parts: list[tuple[Node, Tensor]] = [((lane, lane + 1), values[lane].clone()) for lane in mine]
             team.submit(lambda parts=parts: exchange.reduce(parts, parts[0][1], divisor)).wait()  # type: ignore[misc]
+        team.submit(exchange.finish).wait()
         return parts[0][1]
 
     expected = tree_sum(list(values)) / divisor
@@ -343,6 +344,7 @@ def test_nobody_sends_more_than_a_ring_would_when_workers_divide_the_lanes() -> 
         parts: list[tuple[Node, Tensor]] = [(node, torch.ones(size)) for node in cover(8, mine.start, mine.stop)]
         exchange = Exchange(team, 8, "exact")
         team.submit(lambda: exchange.reduce(parts, parts[0][1], torch.tensor(1.0))).wait()
+        team.submit(exchange.finish).wait()
 
     ThreadTeam.run(workers, reduce)
     assert sent == {rank: math.ceil(2 * size * (workers - 1) / workers) for rank in range(workers)}

@@ -4,6 +4,8 @@
 in lane order and sends the finished chunk back. Traffic equals a ring all-reduce when workers divide the lanes evenly.
 Sends and receives straight from and into the buckets measured as fast as gloo's own all-reduce; its all-to-all copies
 once more, and takes half again as long.
+
+[Note: pipeline] While the finished chunks of one bucket travel back, the partial sums of the next are on their way.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ class Exchange:
             mine = lanes_of(rank, team.world_size, lanes)
             self._nodes.append(cover(lanes, mine.start, mine.stop))
         self._inbox: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._coming_back: Callable[[], None] = _nothing
 
     def reduce(self, parts: Sequence[tuple[Node, Tensor]], into: Tensor, divisor: Tensor) -> None:
-        """``into`` becomes the sum of everybody's ``parts``, divided by ``divisor`` (0-dim).
+        """``into`` becomes the sum of everybody's ``parts``, divided by ``divisor`` (0-dim); whole after `finish`.
 
         Args:
             parts: this worker's partial sums of a bucket, left to right; overwritten. ``into`` is the first of them.
@@ -54,24 +57,30 @@ class Exchange:
         elif self._team.world_size == 1:
             into.div_(divisor)
         else:
-            finish = self._own(parts, into, divisor)
-            finish()
+            self._reduce_by_owners(parts, into, divisor)
 
-    def _own(self, parts: Sequence[tuple[Node, Tensor]], into: Tensor, divisor: Tensor) -> Callable[[], None]:
-        """Folds this worker's own chunk, and starts to send it to all and to receive all others."""
+    def finish(self) -> None:
+        """Waits for what is still on its way."""
+        self._coming_back()
+        self._coming_back = _nothing
+
+    def _reduce_by_owners(self, parts: Sequence[tuple[Node, Tensor]], into: Tensor, divisor: Tensor) -> None:
+        """See [Note: why point to point] and [Note: pipeline]."""
         team, size = self._team, into.numel()
         others = [rank for rank in range(team.world_size) if rank != team.rank]
         mine = self._chunk(team.rank, size)
         inbox = self._inboxes(others, mine.stop - mine.start, into)
         sends = [(rank, part[self._chunk(rank, size)]) for rank in others for _, part in parts]
         receives = [(rank, tensor) for rank in others for _, tensor in inbox[rank]]
-        _swap(team, sends, receives)()  # waits for the sends too: what they read is overwritten below
+        exchanged = _swap(team, sends, receives)
+        self.finish()  # the bucket before
+        exchanged()  # the sends too: what they read is overwritten below
 
         inbox[team.rank] = [(node, part[mine]) for node, part in parts]
         everything = [part for rank in range(team.world_size) for part in inbox[rank]]
         ((_, total),) = fold(self._lanes, everything, lambda left, right: left.add_(right))
         torch.div(total, divisor, out=into[mine])
-        return _swap(
+        self._coming_back = _swap(
             team, [(rank, into[mine]) for rank in others], [(rank, into[self._chunk(rank, size)]) for rank in others]
         )
 
@@ -102,3 +111,7 @@ def _swap(
 ) -> Callable[[], None]:
     """`Team.swap` without the empty chunks that small buckets have."""
     return team.swap([pair for pair in sends if pair[1].numel()], [pair for pair in receives if pair[1].numel()])
+
+
+def _nothing() -> None:
+    """Nothing is on its way."""

@@ -106,6 +106,7 @@ class Reducer:
             self._send_table()
         while self._launched < len(self._buckets):
             self._launch()
+        self._pending.append(self._team.submit(self._exchange.finish))
         for pending in self._pending:
             pending.wait()
         self._views = self._sums.result.views
