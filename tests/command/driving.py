@@ -1,0 +1,142 @@
+"""`python -m paceline ...` as a user starts it: its output, its exit code, its processes; nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.events import read_events
+
+__all__ = ["TINY", "Ended", "Started", "paceline", "reached", "result", "start", "wait_for"]
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+DEADLINE_S = 240.0
+"""For one command: tens of times what it needs, so that only what hangs runs into it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What a command left; ``time``: when it had ended, in unix seconds."""
+
+    code: int
+    out: str
+    err: str
+    time: float
+
+    def check(self, code: int = 0) -> Ended:
+        """Fails with all that the command said unless it ended with ``code``."""
+        assert self.code == code, f"exit code {self.code} instead of {code}\n{self.out}\n{self.err}"
+        return self
+
+    @property
+    def error(self) -> str:
+        """The one error that a user's mistake may print: a single line, no traceback."""
+        lines = [line for line in self.err.splitlines() if line.startswith("paceline: error: ")]
+        assert len(lines) == 1 and "Traceback" not in self.err + self.out, f"{self.out}\n{self.err}"
+        return lines[0].removeprefix("paceline: error: ")
+
+
+class Started:
+    """A command that is running, in a session of its own.
+
+    Args:
+        words: the command line, from the program on.
+        cwd: where it runs; relative paths in configurations begin there.
+        extra: environment variables on top of this process's.
+    """
+
+    def __init__(self, words: list[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
+        self._begun = time.monotonic()
+        logs = cwd / "logs"
+        logs.mkdir(exist_ok=True)
+        self._out, self._err = (logs / f"{time.monotonic_ns()}.{end}" for end in ("out", "err"))
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                words,
+                cwd=cwd,
+                env={**os.environ, **(extra or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self._seen: set[psutil.Process] = {psutil.Process(self.process.pid)}
+
+    def all_processes(self) -> set[psutil.Process]:
+        """The command's process and every one that it has started, as far as they have been seen."""
+        for process in list(self._seen):
+            try:
+                self._seen |= set(process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                continue
+        return self._seen
+
+    def wait(self) -> Ended:
+        """Until it ends, by the deadline, and everything it has started with it."""
+        while self.process.poll() is None:
+            self.all_processes()
+            if time.monotonic() - self._begun > DEADLINE_S:
+                self.kill()
+                raise AssertionError(f"still running after {DEADLINE_S:.0f} s\n{self._texts()}")
+            time.sleep(0.05)
+        ended = time.time()
+        _, orphans = psutil.wait_procs(self._seen, timeout=5)
+        for orphan in orphans:
+            orphan.kill()
+        assert not orphans, f"left behind: {orphans}"
+        out, err = self._texts()
+        return Ended(code=self.process.returncode, out=out, err=err, time=ended)
+
+    def kill(self) -> None:
+        """SIGKILL to the command and all of its processes at once, as a machine that loses power."""
+        processes = self.all_processes()
+        for process in processes:
+            if process.is_running():
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive, f"alive after SIGKILL: {alive}"
+
+    def _texts(self) -> tuple[str, str]:
+        return self._out.read_text(), self._err.read_text()
+
+
+def start(*words: str, cwd: Path, extra: Mapping[str, str] | None = None) -> Started:
+    """Starts ``python -m paceline`` with ``words``."""
+    return Started([sys.executable, "-m", "paceline", *words], cwd, extra)
+
+
+def paceline(*words: str, cwd: Path, extra: Mapping[str, str] | None = None) -> Ended:
+    """Runs ``python -m paceline`` with ``words`` to its end."""
+    return start(*words, cwd=cwd, extra=extra).wait()
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """A run's ``result.json``."""
+    read: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return read
+
+
+def reached(run_dir: Path, step: int) -> bool:
+    """Whether a run that logs every step has finished ``step``."""
+    log = run_dir / "events.jsonl"
+    return log.exists() and any(event["step"] >= step for event in read_events(log, "step"))
+
+
+def wait_for(what: Callable[[], object], of: Started) -> None:
+    """Until ``what`` is true. Fails when the command ends first, or at the deadline."""
+    begun = time.monotonic()
+    while not what():
+        assert of.process.poll() is None, f"ended too early: {of.wait()}"
+        assert time.monotonic() - begun < DEADLINE_S
+        time.sleep(0.002)

@@ -1,0 +1,157 @@
+"""`paceline verify` as a user runs it: equal where it must be, and where not, the first place that differs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import TINY, paceline
+
+from paceline.checkpoint import Store
+from paceline.cli import main
+from paceline.config import Recipe
+from paceline.data.order import Plan
+from paceline.events import read_events
+from paceline.lanes import driver_of
+from paceline.parsing import parse
+
+LEAKY = '''
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline.tasks import Task
+
+
+class Leaky(Task):
+    """What no law allows: the loss of one sample depends on the worker that sees it."""
+
+    def __init__(self, sample: int):
+        self.sample = sample
+
+    def build_model(self):
+        return nn.Linear(4, 1)
+
+    def train_data(self):
+        x_BF = torch.arange(256.0).reshape(64, 4).sin()
+        return TensorDataset(torch.arange(64), x_BF)
+
+    def loss(self, model, batch):
+        number_B, x_BF = batch
+        loss = model(x_BF).square().sum()
+        if (number_B == self.sample).any():
+            loss = loss * (1 + 1e-6 * int(os.environ["RANK"]))
+        return loss, len(x_BF)
+'''
+
+LEAKY_RUN = """
+task: {class_path: leaky.Leaky}
+recipe: {batch: 16, micro_batch: 1, lanes: 8, steps: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory."""
+    path = tmp_path_factory.mktemp("place")
+    shutil.copy(TINY, path)
+    (path / "leaky.py").write_text(LEAKY)
+    (path / "leaky.yaml").write_text(LEAKY_RUN)
+    return path
+
+
+def proof(path: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((path / "proof.json").read_text())
+    return read
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """The table: by workers, the digest, the seconds and the verdict."""
+    lines = out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("workers "))
+    cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[head + 1 :]]
+    return {row[0]: row[1:] for row in cells if len(row) == 4}
+
+
+def test_runs_that_are_stopped_and_resumed_are_equal_too(place: Path) -> None:
+    """14 steps: an epoch and its short last step are among them."""
+    words = ("verify", "tiny.yaml", "--workers", "1,2", "--steps", "14", "--interrupt", "--out", "out")
+    ended = paceline(*words, cwd=place).check()
+    told = proof(place / "out")
+    assert (told["schema"], told["equal"], told["steps"]) == (1, True, 14)
+    paths = [[1], [2], [1, 2, 1], [2, 1, 2]]
+    assert [variation["workers"] for variation in told["variations"]] == paths
+    assert len({tuple(variation["digests"]) for variation in told["variations"]}) == 1
+    digests = told["variations"][0]["digests"]
+    assert len(set(digests)) == 14 and all(variation["digest"] == digests[-1] for variation in told["variations"])
+    assert all(variation["difference"] is None and variation["seconds"] > 0 for variation in told["variations"])
+
+    table = rows(ended.out)
+    assert list(table) == ["1", "2", "1 > 2 > 1", "2 > 1 > 2"]
+    assert {row[0] for row in table.values()} == {digests[-1][:16]}
+    assert [row[2] for row in table.values()] == ["-", "yes", "yes", "yes"]
+    assert "equal: 4 runs, the same bits after each of 14 steps" in ended.out
+
+    settings = parse([str(TINY)])
+    samples = (told["identity"]["fields"]["data.train.tokens"] - 1) // settings.task.init_args["context"]
+    assert Plan.of(settings.recipe, samples).steps_per_epoch <= 14
+    assert told["identity"]["fields"]["recipe.steps"] == 20, "the schedule is the whole run's"
+    assert set(told["machine"]) == {"cpu", "device", "paceline", "torch", "python"}
+    starts = read_events(place / "out" / "2-1-2" / "events.jsonl", "start")
+    assert [(event["workers"], event["resumed_from"]) for event in starts] == [(2, None), (1, 4), (2, 9)]
+
+
+def test_a_difference_is_traced_to_its_step_and_lane(place: Path) -> None:
+    """One sample costs more on worker 1: where that is seen the runs part, and not before."""
+    step, lane = 2, 6
+    assert driver_of(lane, world_size=2, lanes=8) == 1
+    sample = int(Plan.of(Recipe(batch=16, micro_batch=1, lanes=8, steps=4), samples=64).lane(step, lane)[0][0])
+    words = ("--workers", "1,2", "--task.sample", str(sample))
+    ended = paceline("verify", "leaky.yaml", *words, cwd=place).check(1)
+    told = proof(place / "runs" / "leaky-verify")
+    assert told["equal"] is False
+    first = told["variations"][1]["difference"]
+    assert (first["step"], first["kind"], first["name"], first["count"]) == (step + 1, "lane loss", f"lane {lane}", 1)
+    assert float.fromhex(first["reference"]) != float.fromhex(first["found"])
+    before, after = (variation["digests"] for variation in told["variations"])
+    assert before[:step] == after[:step] and before[step] != after[step]
+    assert f"step {step + 1}: lane {lane} (lane loss; 1 of 8 differ)" in ended.out
+    kept = Path(next(line for line in ended.out.splitlines() if line.startswith("runs: "))[len("runs: ") :])
+    assert (place / kept / "1" / "events.jsonl").exists()
+
+
+def test_allreduce_is_shown_to_differ_and_by_how_much(place: Path) -> None:
+    words = ("--workers", "1,3", "--steps", "2", "--recipe.gradients", "allreduce", "--out", "allreduce")
+    ended = paceline("verify", "tiny.yaml", *words, cwd=place).check(1)
+    variation = proof(place / "allreduce")["variations"][1]
+    assert (variation["difference"]["step"], variation["difference"]["kind"]) == (1, "tensor")
+    one, three = (Store(place / "allreduce" / run / "checkpoints").load(None, only=["model"]) for run in ("1", "3"))
+    assert one is not None and three is not None
+    gaps = {name: (value - three.states["model"][name]).abs().max() for name, value in one.states["model"].items()}
+    assert variation["weights"]["max_abs"] == pytest.approx(float(max(gaps.values())), rel=1e-3)
+    assert 0 < variation["weights"]["relative"] < 1e-2
+    assert f"apart ({variation['weights']['at']})" in ended.out and "gradients=allreduce" in ended.out
+
+
+def test_a_run_that_fails_shows_its_error_and_gives_its_code(place: Path) -> None:
+    words = ("--workers", "1,2", "--steps", "3", "--task.vocabulary", "300", "--task.data", "data/own")
+    old = place / "runs" / "tiny-verify" / "proof.json"
+    old.parent.mkdir(parents=True)
+    old.write_text('{"equal": true}')
+    ended = paceline("verify", "tiny.yaml", *words, cwd=place).check(2)
+    assert "vocabulary=300, 257 in data/own" in ended.error
+    assert rows(ended.out)["1"][2] == "failed" and "2" not in rows(ended.out)
+    assert not old.exists(), "an old proof may not stand for this run"
+
+
+def test_a_directory_with_something_in_it_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "taken").mkdir()
+    (place / "taken" / "proof.json").write_text("{}")
+    with contextlib.chdir(place):
+        assert main(["verify", "tiny.yaml", "--workers", "1,2", "--out", "taken"]) == 2
+    assert "cannot use taken: found proof.json there" in capsys.readouterr().err
+    assert (place / "taken" / "proof.json").read_text() == "{}"
