@@ -17,7 +17,7 @@ import psutil
 
 from paceline.events import read_events
 
-__all__ = ["TINY", "Ended", "Started", "paceline", "reached", "result", "start", "wait_for"]
+__all__ = ["TINY", "Ended", "Started", "paceline", "reached", "result", "start", "wait_for", "write_tiny"]
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 DEADLINE_S = 240.0
@@ -125,6 +125,13 @@ def result(run_dir: Path) -> dict[str, Any]:
     """A run's ``result.json``."""
     read: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     return read
+
+
+def write_tiny(directory: Path, device: str) -> Path:
+    """The example as it is, but for its device."""
+    path = directory / TINY.name
+    path.write_text(TINY.read_text().replace("recipe:\n", f"recipe:\n  device: {device}\n"))
+    return path
 
 
 def reached(run_dir: Path, step: int) -> bool:

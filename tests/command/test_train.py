@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from driving import TINY, Ended, Started, paceline, reached, result, start, wait_for
+from driving import TINY, Ended, Started, paceline, reached, result, start, wait_for, write_tiny
 
 from paceline.checkpoint import Store
 from paceline.cli import main
@@ -67,17 +67,18 @@ execution: {log_every: 1}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory, with a task module of the user's own in it."""
+def place(tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
+    """A working directory: the example, and a task module of the user's own."""
     path = tmp_path_factory.mktemp("place")
+    write_tiny(path, device)
     (path / "tasks").mkdir()
     (path / "tasks" / "mine.py").write_text(TASKS)
-    (path / "regression.yaml").write_text(REGRESSION)
+    (path / "regression.yaml").write_text(REGRESSION.replace("{batch", f"{{device: {device}, batch"))
     return path
 
 
 def tiny(place: Path, run_dir: str, workers: int, *words: str) -> list[str]:
-    return ["train", str(TINY), "--run-dir", str(place / run_dir), "-n", str(workers), *words]
+    return ["train", "tiny.yaml", "--run-dir", str(place / run_dir), "-n", str(workers), *words]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def digest(whole: Path) -> str:
     return str(result(whole)["digest"])
 
 
-def test_the_run_is_complete(whole: Path, place: Path) -> None:
+def test_the_run_is_complete(whole: Path, device: str) -> None:
     told = result(whole)
     assert (told["status"], told["step"], told["steps"], told["workers"]) == ("done", 20, 20, 2)
     steps = read_events(whole / "events.jsonl", "step")
@@ -103,7 +104,7 @@ def test_the_run_is_complete(whole: Path, place: Path) -> None:
     assert len(scores) == 2 and scores[1] < scores[0] < 8
     assert [event["step"] for event in read_events(whole / "events.jsonl", "checkpoint")] == [10, 20]
     assert len(json.loads((whole / "workers.json").read_text())["workers"]) == 2
-    assert parse([str(whole / "config.yaml")]).recipe.device == "cpu"
+    assert parse([str(whole / "config.yaml")]).recipe.device == device
 
 
 def test_the_example_has_a_short_step_on_the_way(whole: Path, place: Path) -> None:
@@ -117,7 +118,7 @@ def test_the_example_has_a_short_step_on_the_way(whole: Path, place: Path) -> No
 
 def test_torchrun_does_the_same_run(place: Path, digest: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    words = ["-m", "paceline", "train", str(TINY), "--run-dir", str(place / "torchrun")]
+    words = ["-m", "paceline", "train", "tiny.yaml", "--run-dir", str(place / "torchrun")]
     Started([*torchrun, *words], place).wait().check()
     told = result(place / "torchrun")
     assert (told["digest"], told["workers"], told["status"]) == (digest, 2, "done")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import TINY, paceline
+from driving import TINY, paceline, start, wait_for, write_tiny
 
 from paceline.checkpoint import Store
 from paceline.cli import main
@@ -55,12 +55,12 @@ recipe: {batch: 16, micro_batch: 1, lanes: 8, steps: 4}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
     """A working directory."""
     path = tmp_path_factory.mktemp("place")
-    shutil.copy(TINY, path)
+    write_tiny(path, device)
     (path / "leaky.py").write_text(LEAKY)
-    (path / "leaky.yaml").write_text(LEAKY_RUN)
+    (path / "leaky.yaml").write_text(LEAKY_RUN.replace("{batch", f"{{device: {device}, batch"))
     return path
 
 
@@ -146,6 +146,27 @@ def test_a_run_that_fails_shows_its_error_and_gives_its_code(place: Path) -> Non
     assert "vocabulary=300, 257 in data/own" in ended.error
     assert rows(ended.out)["1"][2] == "failed" and "2" not in rows(ended.out)
     assert not old.exists(), "an old proof may not stand for this run"
+
+
+def test_an_interrupted_verify_leaves_nothing(place: Path) -> None:
+    home = place / "runs" / "stopped-verify"
+    words = ("--workers", "1,2", "--task.sample", "1", "--recipe.steps", "100000", "--run-dir", "runs/stopped")
+    running = start("verify", "leaky.yaml", *words, cwd=place)
+    wait_for(lambda: any(home.glob("*/1/events.jsonl")), running)
+    running.process.send_signal(signal.SIGTERM)
+    running.wait().check(128 + signal.SIGTERM)
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_number_of_workers(place: Path, precision: str, compiled: str) -> None:
+    """Dropout on, a short step on the way, every kind of division of 8 lanes."""
+    recipe = ("--recipe.precision", precision, "--recipe.compile", compiled)
+    out = f"any-{precision}-{compiled}"
+    paceline("verify", "tiny.yaml", "--workers", "1,2,3,4,8", "--steps", "14", *recipe, "--out", out, cwd=place).check()
+    assert len({variation["digest"] for variation in proof(place / out)["variations"]}) == 1
 
 
 def test_a_directory_with_something_in_it_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

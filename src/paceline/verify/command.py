@@ -6,7 +6,8 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def verify(
     reference = variations[0]
     length = f"{steps} steps" if steps else "the whole length"
     print(f"{settings.run_dir.name}: {len(variations)} runs of {length} on {settings.recipe.lanes} lanes", flush=True)
-    with Display([variation.name for variation in variations]) as display:
+    with _removed_when_interrupted(runs if out is None else None), Display([v.name for v in variations]) as display:
         for variation in variations:
             code = run(variation, settings, steps, partial(display.show, variation))
             if code != EXIT_DONE:
@@ -151,6 +152,16 @@ def _prepare(home: Path, *, keep: bool) -> Path:
             fix="Use another --out",
         )
     return home
+
+
+@contextmanager
+def _removed_when_interrupted(runs: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM
+        if runs is not None:
+            shutil.rmtree(runs)
+        raise
 
 
 def _weights(variation: Variation) -> dict[str, Tensor]:

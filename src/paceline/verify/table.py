@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from paceline.config import Recipe
-from paceline.events import read_events
-from paceline.verify.runs import Variation
+from paceline.verify.runs import Variation, stops
 from paceline.verify.trace import Difference
 
 __all__ = ["Display", "conclusion", "same"]
@@ -41,7 +40,7 @@ class Display:
     def show(self, variation: Variation) -> None:
         """How far the run has come; nothing without a terminal."""
         if self._live:
-            done = len(read_events(variation.events, "digest")) if variation.events.exists() else 0
+            done = variation.events.read_bytes().count(b'"event": "digest"') if variation.events.exists() else 0
             self._set(variation, f"step {done}" if done else "starting", "")
 
     def end(self, variation: Variation, same: str) -> None:
@@ -84,7 +83,8 @@ def conclusion(variations: Sequence[Variation], recipe: Recipe) -> Iterator[str]
         there, weights = variation.difference, variation.weights
         assert there is not None and weights is not None
         where = f"{there.name} ({there.kind}; {there.count} of {there.of} differ)"
-        yield f"workers {variation.name}, step {there.step}: {where}"
+        resumed = ", the first after a resume" if there.step - 1 in stops(steps, len(variation.workers)) else ""
+        yield f"workers {variation.name}, step {there.step}{resumed}: {where}"
         yield f"  {there.reference} with workers {reference.name}, {there.found} here"
         yield f"  final weights: up to {weights.max_abs:.2g} apart ({weights.at}), {weights.relative:.2g} relative"
     if recipe.gradients == "allreduce":
