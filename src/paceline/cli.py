@@ -160,9 +160,10 @@ def _work(words: list[str], here: env.WorkerEnv) -> int:
         sinks = [_ConfigFile(settings), Progress()]
         if settings.execution.tensorboard:
             sinks.append(TensorBoard(settings.run_dir / "tensorboard"))
-    task = settings.task
-    about = {"task": {"class_path": task.class_path, "init_args": dict(task.init_args)}}
-    return train(task.make(), settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
+    task = settings.task.make()
+    arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
+    about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
+    return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
 
 
 def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:

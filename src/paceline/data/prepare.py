@@ -103,14 +103,27 @@ def prepare_once(out: str | Path, *, wait_s: float = 3600.0, **how: Any) -> dict
     Args:
         wait_s: seconds to wait for another process that is preparing the same ``out``.
         how: ``sources`` and all else that `prepare` takes.
+
+    Raises:
+        DataError: as `prepare`, or ``out`` was prepared in another way.
     """
     out = Path(out)
+    work = _Work(**{**how, "sources": [str(source) for source in how["sources"]]})
     if not out.exists():
-        task = _Task.of(_Work(**{**how, "sources": [str(source) for source in how["sources"]]}))
+        task = _Task.of(work)
         with sole_writer(out, wait_s):
             if not out.exists():
                 return _write(task, out)
-    return read_index(out)
+    index = read_index(out)
+    there = index.get("asked", {})
+    if differing := [name for name, value in work.asked.items() if there.get(name) != value]:
+        raise DataError(
+            f"cannot take {out} as the data to prepare",
+            found=", ".join(f"{name}={there.get(name)!r}" for name in differing),
+            needed=", ".join(f"{name}={work.asked[name]!r}" for name in differing),
+            fix=f"Name another directory, delete this one (rm -r {out}), or leave out `prepare` to take it as it is",
+        )
+    return index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +139,11 @@ class _Work:
     limit_bytes: int | None = None
     processes: int | None = None
     progress: Progress | None = None
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The arguments that decide what is written."""
+        return {name: value for name, value in vars(self).items() if name not in ("processes", "progress")}
 
     def __post_init__(self) -> None:
         checks = [
@@ -257,9 +275,7 @@ def _index(work: _Work, encoder: Encoder, written: Written) -> dict[str, Any]:
         "sources": [
             f"{name} of Python {platform.python_version()}" if name == PYTHON_STDLIB else name for name in work.sources
         ],
-        "glob": work.glob,
-        "limit_bytes": work.limit_bytes,
-        "errors": work.errors,
+        "asked": work.asked,
         "skipped": {"documents": written.skipped_documents, "first": written.skipped},
         "replaced": {"documents": written.replaced_documents},
     }

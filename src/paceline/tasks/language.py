@@ -60,6 +60,8 @@ class Language(Task):
         prepare: how to make ``data`` on first use if it is not there.
     """
 
+    places = ("data", "prepare")
+
     def __init__(
         self,
         data: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -37,6 +37,10 @@ class Task(ABC):
     that no sample counts for more because of the worker or the micro-batch it fell into. Nothing here is collective;
     every method but the constructor is called in every worker, with torch's generator seeded by the run.
     """
+
+    places: ClassVar[tuple[str, ...]] = ()
+    """Constructor arguments that only say where something lies. A resume need not match them: the data may have moved,
+    and its content is in the `fingerprint`."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
