@@ -223,6 +223,7 @@ class Run:
                     self.save(wait=not self.execution.async_checkpoint)
         finally:
             reducer.close()
+            batches.close()
 
     def evaluate(
         self,

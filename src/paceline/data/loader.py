@@ -6,9 +6,12 @@ it dies with it, and ignores the signals that are meant for it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
+import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +80,8 @@ class Loader:
         self._dataset, self._seed, self._collate = _Keyed(dataset, seed), seed, collate or default_collate
         self._device, self._loader_workers, self._threads = device, loader_workers, threads
 
-    def train(self, plan: Plan, lanes: range, steps: range) -> Iterator[Any]:
-        """The micro-batches of ``lanes``, lane by lane, step by step."""
+    def train(self, plan: Plan, lanes: range, steps: range) -> Generator[Any, None, None]:
+        """The micro-batches of ``lanes``, lane by lane, step by step. Closing it ends its loader workers."""
         return self._load(
             [(plan.epoch_of(step), int(index)) for index in indices]
             for step in steps
@@ -86,7 +89,9 @@ class Loader:
             for indices in plan.lane(step, lane)
         )
 
-    def evaluate(self, samples: int, micro_batch: int, lanes: range, all_lanes: int) -> Iterator[tuple[int, int, Any]]:
+    def evaluate(
+        self, samples: int, micro_batch: int, lanes: range, all_lanes: int
+    ) -> Generator[tuple[int, int, Any], None, None]:
         """(lane, number, micro-batch) of every sample once: micro-batch ``n`` belongs to lane ``n % all_lanes``."""
         numbers = [n for n in range(-(-samples // micro_batch)) if n % all_lanes in lanes]
         batches = self._load(
@@ -95,7 +100,7 @@ class Loader:
         for number, batch in zip(numbers, batches, strict=True):
             yield number % all_lanes, number, batch
 
-    def _load(self, keys: Iterator[list[Index]]) -> Iterator[Any]:
+    def _load(self, keys: Iterator[list[Index]]) -> Generator[Any, None, None]:
         if self._loader_workers == 0:
             for some in keys:
                 yield move(self._collate(self._dataset.__getitems__(some)), self._device)
@@ -108,8 +113,14 @@ class Loader:
             worker_init_fn=_Start(self._threads),
             pin_memory=self._device.type == "cuda",
         )
-        for batch in loader:
-            yield move(batch, self._device)
+        _end_loader_workers_at_exit()
+        batches = iter(loader)
+        try:
+            for batch in batches:
+                yield move(batch, self._device)
+        finally:
+            # Now, not when the last traceback that holds them is dropped.
+            batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class _Once:
@@ -134,6 +145,21 @@ class _Start:
         for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(ignored, signal.SIG_IGN)
         configure_thread(self.threads)
+
+
+@functools.cache
+def _end_loader_workers_at_exit() -> None:
+    """At exit `multiprocessing` sends SIGTERM to its daemons, which ours ignore, and then waits for ever.
+
+    A loader that a traceback or an unfinished loop still holds is alive then. What is registered later runs earlier.
+    """
+
+    def end() -> None:
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
+
+    atexit.register(end)
 
 
 def move(batch: Any, device: torch.device) -> Any:
