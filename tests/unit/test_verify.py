@@ -168,7 +168,7 @@ def test_the_conclusion_tells_where_and_how_far() -> None:
     other.weights = WeightGap(max_abs=0.125, at="model.b", relative=0.5)
     text = "\n".join(conclusion([reference, other], exact))
     for part in (
-        "workers 2 > 3 > 1, step 3: lane 1",
+        "workers 2 > 3 > 1, step 3, the first after a resume: lane 1",
         "up to 0.12 apart (model.b)",
         "0.5 relative",
         "weights before it",
