@@ -55,6 +55,14 @@ def changed(bits: StepBits, lanes: set[int], names: set[str]) -> StepBits:
     )
 
 
+def settings(directory: Path) -> Settings:
+    return Settings(
+        task=TaskSpec(class_path="paceline.tasks.Language", init_args={}),
+        recipe=Recipe(steps=20),
+        execution=Execution(run_dir=str(directory / "run")),
+    )
+
+
 def test_equal_logs_have_no_difference() -> None:
     assert first_difference(log(4), log(4)) is None
 
@@ -191,12 +199,15 @@ def test_the_conclusion_tells_where_and_how_far() -> None:
     ],
 )
 def test_nothing_runs_when_nothing_can_be_learned(tmp_path: Path, asked: dict[str, Any], says: str) -> None:
-    settings = Settings(
-        task=TaskSpec(class_path="paceline.tasks.Language", init_args={}),
-        recipe=Recipe(steps=20),
-        execution=Execution(run_dir=str(tmp_path / "run")),
-    )
     with pytest.raises(ConfigError) as caught:
-        verify(settings, **asked)
+        verify(settings(tmp_path), **asked)
     assert says in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_does_not_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="found RANK=0, WORLD_SIZE=1"):
+        verify(settings(tmp_path), workers=[1, 2])
     assert list(tmp_path.iterdir()) == []

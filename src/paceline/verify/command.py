@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from paceline import env
 from paceline.config import Recipe
 from paceline.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from paceline.parsing import Settings
@@ -53,9 +54,17 @@ def verify(
         0 when all bits agree, 1 when not, the exit code of a variation that failed.
 
     Raises:
-        ConfigError: a list of workers, or a number of steps, from which nothing can be learned.
+        ConfigError: a list of workers, or a number of steps, from which nothing can be learned; or this process is
+            itself a worker.
         PacelineError: a variation's own log does not show that it ran as asked.
     """
+    if (here := env.read()) is not None:
+        raise ConfigError(
+            "cannot verify as a worker",
+            found=f"RANK={here.rank}, WORLD_SIZE={here.world_size}",
+            needed="an environment without a team: the runs have their own workers",
+            fix="Start it without torchrun or srun, or unset RANK and WORLD_SIZE",
+        )
     _check(settings.recipe, workers, steps, interrupt)
     steps = steps or settings.execution.stop_at
     home = out or settings.run_dir.with_name(f"{settings.run_dir.name}-verify")
