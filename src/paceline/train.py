@@ -120,13 +120,20 @@ class _Reporter:
         done = "done" if run.position == self._steps else "stopped"
         status = {EXIT_DONE: done, EXIT_PREEMPTED: "preempted", EXIT_INTERRUPTED: "interrupted"}[code]
         result = {"status": status, "step": run.position, "steps": self._steps, "digest": run.digest()}
-        result |= {"loss": None, "tokens_per_s": None, **self._known, "workers": run.world_size}
+        result |= {"loss": None, "tokens_per_s": None, **self._before(), **self._known, "workers": run.world_size}
         run.events.emit("end", **result)
         if run.run_dir is not None and run.is_main:
             part = run.run_dir / "result.json.tmp"
             part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
             part.replace(run.run_dir / "result.json")
         return code
+
+    def _before(self) -> dict[str, Any]:
+        """What ``result.json`` said of this very step: a resume with nothing left to do does not forget it."""
+        run = self._run
+        path = None if run.run_dir is None or not run.is_main else run.run_dir / "result.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+        return {name: before[name] for name in ("loss", "tokens_per_s") if before.get("step") == run.position}
 
     def _due(self, done: Done, every: int | None) -> bool:
         return done.step == self._last or (every is not None and done.step % every == 0)

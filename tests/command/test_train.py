@@ -133,6 +133,14 @@ def test_a_stopped_run_goes_on_with_other_workers(place: Path, digest: str) -> N
     assert (result(run_dir)["status"], result(run_dir)["digest"]) == ("done", digest)
 
 
+def test_a_resume_with_nothing_left_changes_nothing(place: Path, whole: Path) -> None:
+    shutil.copytree(whole, place / "again")
+    paceline(*tiny(place, "again", 1, "--resume"), cwd=place).check()
+    assert result(place / "again") == result(whole) | {"workers": 1}
+    names = [path.name for path in (place / "again" / "checkpoints").iterdir()]
+    assert sorted(names) == sorted(path.name for path in (whole / "checkpoints").iterdir())
+
+
 def test_signals_end_in_a_checkpoint_and_their_own_codes(place: Path, digest: str) -> None:
     run_dir = place / "signals"
     resume: tuple[str, ...] = ()
