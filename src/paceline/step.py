@@ -204,8 +204,11 @@ class Step:
     def _reduce(self) -> None:
         """Ends the exchange with the step's last collective: from here to the end of the update nobody communicates."""
         table = self._reducer.finish()
-        mine = torch.tensor([self._signals.stop, self._signals.save_failed, self._buffers.changed], dtype=torch.uint8)
-        mine = torch.cat([mine, self._reducer.used.to(torch.uint8)]).to(self._team.device)
+        mine = torch.tensor(
+            [self._signals.stop, self._signals.save_failed, self._buffers.changed, *self._reducer.used],
+            dtype=torch.uint8,
+            device=self._team.device,
+        )
         ballot = self._team.submit(lambda: self._team.all_gather(mine)).wait().amax(0).cpu()
         self._ballot = ballot[:3].tolist()
         if self._ballot[2]:

@@ -64,7 +64,7 @@ class Reducer:
         self._overlapping = False
         self._waiting_for: list[int] = []
         self._launched = 0
-        self.used = torch.zeros(len(self._parameters), dtype=torch.bool)
+        self.used = [False] * len(self._parameters)
         """Which parameters got a gradient from this worker's lanes."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, index))
@@ -80,7 +80,7 @@ class Reducer:
         """Forgets the step before."""
         self._sums.reset()
         self.table.zero_()
-        self.used.zero_()
+        self.used = [False] * len(self._parameters)
         self._pending, self._overlapping, self._launched = [], False, 0
         self._waiting_for = [len(bucket.members) for bucket in self._buckets]
 
