@@ -297,7 +297,7 @@ def all_settings(draw: st.DrawFn) -> Settings:
         "kind": draw(st.sampled_from(["small", "large"])),
         "flip": draw(st.booleans()),
         "source": draw(st.none() | st.fixed_dictionaries({"files": texts | st.lists(texts), "valid": some_float})),
-        "folder": draw(texts),
+        "folder": str(Path(draw(texts))),
         "scale": draw(some_float),
     }
     return Settings(task=TaskSpec(class_path=PATH, init_args=arguments), recipe=recipe, execution=execution)
