@@ -72,13 +72,20 @@ class FlatSet:
         views: dict[int, Tensor] = {}
         for bucket, flat in zip(buckets, self.flats, strict=True):
             for index, offset in zip(bucket.members, bucket.offsets, strict=True):
-                shape = parameters[index].shape
-                views[index] = flat[offset : offset + shape.numel()].view(shape)
+                parameter = parameters[index]
+                part = flat[offset : offset + parameter.numel()]
+                views[index] = part.as_strided(parameter.shape, _gradient_strides(parameter))
         self.views = [views[index] for index in range(len(parameters))]
 
     def zero_(self) -> None:
         for flat in self.flats:
             flat.zero_()
+
+
+def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Those of the parameter itself, as in plain torch (channels_last, for one): fused optimizers walk the memory of
+    both side by side, and would pair other elements."""
+    return torch.empty_like(parameter, device="meta").stride()  # dense, whatever the parameter is
 
 
 class LaneSums:
