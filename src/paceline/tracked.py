@@ -100,6 +100,8 @@ class Tracked:
             compare_keys(name, states[name], module.state_dict())
         for name, thing in self._objects.items():
             thing.load_state_dict(states[name])
+            if isinstance(thing, torch.optim.Optimizer):
+                _lay_out_like_parameters(thing)
 
     def load_weights(self, run_dir: Path) -> None:
         """Takes over the modules, and nothing else, from the newest checkpoint of another run.
@@ -147,6 +149,15 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
                 needed="dense gradients: only those have one order of summation",
                 fix="Leave out sparse=True",
             )
+
+
+def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Gives the state the strides of its parameter, which a checkpoint does not keep: fused optimizers walk the memory
+    of both side by side."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
