@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.lanes import lanes_of
 from paceline.reduction.buckets import LaneSums, assign
 from paceline.reduction.exchange import Exchange
@@ -62,7 +63,7 @@ class Reducer:
         self._divisor = torch.empty(0)
         self._pending: list[Pending[None]] = []
         self._overlapping = False
-        self._waiting_for: list[int] = []
+        self._waiting_for: list[set[int]] = []
         self._launched = 0
         self.used = [False] * len(self._parameters)
         """Which parameters got a gradient from this worker's lanes."""
@@ -82,7 +83,7 @@ class Reducer:
         self.table.zero_()
         self.used = [False] * len(self._parameters)
         self._pending, self._overlapping, self._launched = [], False, 0
-        self._waiting_for = [len(bucket.members) for bucket in self._buckets]
+        self._waiting_for = [set(bucket.members) for bucket in self._buckets]
 
     def begin_lane(self, lane: int) -> None:
         """From now on backward accumulates for ``lane``. The lanes of a worker come in order, the empty ones too."""
@@ -109,6 +110,7 @@ class Reducer:
         self._pending.append(self._team.submit(self._exchange.finish))
         for pending in self._pending:
             pending.wait()
+        self._overlapping = False  # a backward outside of the step sends nothing
         self._views = self._sums.result.views
         self._point_grads()
         return self._gathered
@@ -132,7 +134,15 @@ class Reducer:
             parameter.grad = view
         self.used[index] = True
         if self._overlapping:
-            self._waiting_for[self._bucket_of[index]] -= 1
+            bucket = self._bucket_of[index]
+            if bucket < self._launched:
+                raise UsageError(
+                    "cannot reduce the gradients of this step",
+                    found=f"another gradient of a parameter {tuple(parameter.shape)} when its sum was on its way",
+                    needed="a last backward that reaches each parameter once",
+                    fix="Add up losses before step.backward; recompute with use_reentrant=False if parts share weights",
+                )
+            self._waiting_for[bucket].discard(index)
             while self._launched < len(self._buckets) and not self._waiting_for[self._launched]:
                 self._launch()
 
