@@ -161,6 +161,7 @@ class Step:
 
         Raises:
             NonFiniteError: on every worker, when a loss or the norm is not finite and the recipe says ``raise``.
+            UsageError: the loop over the step has not ended, or a parameter's gradient is this worker's alone.
         """
         if self._phase not in ("reduced", "updated"):
             self._expect("reduced", "call step.update here", "the loop over the step to end first")
@@ -170,6 +171,7 @@ class Step:
                 group["lr"] = lr
         self._lr = float(optimizer.param_groups[0]["lr"])
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._refuse_unreduced(parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._grad_norm = float(norm)
         if self._decide():
@@ -242,6 +244,17 @@ class Step:
             mean = total(losses) / total([row[WEIGHT] for row in self._table])
             self._skipped = mean > self._policy.skip_loss_above
         return not self._skipped
+
+    def _refuse_unreduced(self, parameters: Sequence[Tensor]) -> None:
+        """Workers would silently part if each updated a parameter by a gradient of its own."""
+        alone = [parameter for parameter in parameters if parameter not in self._reducer.reduced]
+        if alone:
+            raise UsageError(
+                "cannot update",
+                found=f"gradients of this worker alone ({len(alone)}, the first of shape {tuple(alone[0].shape)})",
+                needed="parameters of tracked modules that required a gradient when run.steps began",
+                fix="Track every module that the optimizer updates",
+            )
 
     def _expect(self, phase: str, what: str, needed: str) -> None:
         if self._phase != phase:

@@ -49,6 +49,8 @@ class Reducer:
         gradients: Literal["exact", "allreduce"],
     ) -> None:
         self._team, self._parameters, self._lanes = team, list(parameters), lanes
+        self.reduced = frozenset(parameters)
+        """The parameters whose gradients become those of the whole team."""
         self.lanes = lanes_of(team.rank, team.world_size, lanes)
         self._buckets = assign(self._parameters, bucket_bytes)
         self._bucket_of = {index: at for at, bucket in enumerate(self._buckets) for index in bucket.members}
