@@ -110,7 +110,7 @@ class Step:
         self._buffers.begin_step()
         for row, lane in enumerate(self._reducer.lanes):
             self._reducer.begin_lane(lane)
-            micro_batches = len(self._plan.lane(self.number, lane))
+            micro_batches = self._plan.micro_batches(self.number, lane)
             for micro in range(micro_batches):
                 batch = next(self._batches)  # before the seed: loading in this process draws random numbers too
                 seed_by(self._plan.seed, "train", self.number, lane, micro)

@@ -226,12 +226,19 @@ class Plan:
 
     def lane(self, step: int, lane: int) -> list[NDArray[np.int64]]:
         """Sample indices of each micro-batch of ``lane`` in ``step``; the last may be short, ``[]``: none."""
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        start = step_of_epoch * self.batch
-        stop = min(start + self.batch, self.epoch_samples)
-        positions = np.arange(start + lane, stop, self.lanes, dtype=np.int64)
-        indices = self.source.indices(epoch, positions % self.samples)  # pad: past the end, the epoch's start again
+        span = self._positions(step, lane)
+        positions = np.arange(span.start, span.stop, span.step, dtype=np.int64)
+        indices = self.source.indices(self.epoch_of(step), positions % self.samples)  # pad: the epoch's start again
         return [indices[i : i + self.micro_batch] for i in range(0, len(indices), self.micro_batch)]
+
+    def micro_batches(self, step: int, lane: int) -> int:
+        """How many of them there are, without the work of finding their samples."""
+        return -(-len(self._positions(step, lane)) // self.micro_batch)
+
+    def _positions(self, step: int, lane: int) -> range:
+        """Positions of the epoch that ``lane`` has in ``step``."""
+        start = step % self.steps_per_epoch * self.batch
+        return range(start + lane, min(start + self.batch, self.epoch_samples), self.lanes)
 
 
 def describe(
