@@ -26,7 +26,7 @@ from paceline.config import Execution, Identity, Recipe, as_dict
 from paceline.data.loader import Loader
 from paceline.data.order import Plan
 from paceline.determinism import autocast, configure_process, digest, resolve_device, seed_by, tensor_digest
-from paceline.errors import CheckpointError, ConfigError, TeamError
+from paceline.errors import CheckpointError, ConfigError, TeamError, UsageError
 from paceline.events import EventLog, Sink
 from paceline.lanes import lanes_of
 from paceline.reduction.buffers import LaneBuffers
@@ -142,7 +142,8 @@ class Run:
     def track(self, **objects: Any) -> None:
         """Names what a step changes: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``.
 
-        It is made equal on all workers, saved and restored. Call it before the first step, evaluation or save.
+        All of it is saved and restored; modules are also made equal on all workers, to worker 0's. Call it before the
+        first step, evaluation or save.
 
         Raises:
             UsageError: too late, a name twice, or an object without state.
@@ -243,6 +244,9 @@ class Run:
 
         Returns:
             Each metric's global sum over its global weight.
+
+        Raises:
+            UsageError: the global weight of a metric is 0.
         """
         self._begin()
         modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
@@ -271,7 +275,15 @@ class Run:
         scores = {}
         for name in sorted({name for row in rows for name in row}):
             pairs = [row.get(name, (0.0, 0.0)) for row in rows]
-            scores[name] = total([value for value, _ in pairs]) / total([weight for _, weight in pairs])
+            weight = total([weight for _, weight in pairs])
+            if not weight:
+                raise UsageError(
+                    f"cannot divide the metric {name}",
+                    found="a weight of 0 over all samples",
+                    needed="a weight above 0",
+                    fix="Return each metric as (sum, number of samples or tokens in it)",
+                )
+            scores[name] = total([value for value, _ in pairs]) / weight
         self._metrics |= scores
         return scores
 
