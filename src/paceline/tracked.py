@@ -107,7 +107,7 @@ class Tracked:
         """Takes over the modules, and nothing else, from the newest checkpoint of another run.
 
         Raises:
-            CheckpointError: no checkpoint there, or other keys.
+            CheckpointError: no checkpoint there, or other names or keys.
         """
         loaded = Store(run_dir / "checkpoints").load(None, only=self.modules)
         if loaded is None:
@@ -118,6 +118,7 @@ class Tracked:
                 fix="Check recipe.init_from",
                 cause="usage",
             )
+        compare_keys(f"the modules from {run_dir}", loaded.states, self.modules)
         for name, module in self.modules.items():
             compare_keys(name, loaded.states[name], module.state_dict())
             module.load_state_dict(loaded.states[name])
