@@ -257,9 +257,11 @@ BAD: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "no string": ("a.jsonl", b'{"text": 3}\n', {}, r"line 1: found int in field 'text', need a string"),
     "half a pair": ("a.jsonl", b'{"text": "\\ud83d"}\n', {}, r"line 1: found a lone surrogate U\+D83D"),
     "empty": ("a.txt", b"", {}, r"found 1 files without a byte"),
-    "bad size": ("a.txt", b"x", {"tokenizer": "bpe:12"}, r"found 'bpe:12', need bpe:N with a whole number N >= 257"),
+    "bad size": ("a.txt", b"x", {"tokenizer": "bpe:12"}, r"found 'bpe:12', need bpe:N with a whole number N, 257 to"),
+    "bad great size": ("a.txt", b"x", {"tokenizer": f"bpe:{10**20}"}, r"found 'bpe:10+', need bpe:N .*257 to 1048576"),
     "no tokenizer": ("a.txt", b"x", {"tokenizer": "byte"}, r"tokenizer byte: found No such file.*bytes, bpe:N or"),
     "bad fraction": ("a.txt", b"x", {"valid": 5}, r"found valid=5, need 0 <= valid < 1"),
+    "too many": ("a.txt", b"x", {"processes": 1000}, r"found processes=1000, need 1 <= processes <= 256"),
     "nothing left": ("a.txt", b"\xff", {"errors": "skip"}, r"found no text: 1 documents skipped"),
 }
 
@@ -283,7 +285,20 @@ def test_missing_and_empty_sources_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty" / "a.md").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"found no \*.txt or \*.jsonl, but 1 .md.*--glob '\*.md'"):
         prepare([tmp_path / "empty"], tmp_path / "out")
+    with pytest.raises(DataError, match=r"cannot use the glob '/\*.md': .*need a pattern of names below the folder"):
+        prepare([tmp_path / "empty"], tmp_path / "out", glob="/*.md")
+    with pytest.raises(DataError, match=r"found '/dev/null', which is neither, need a file, a folder or"):
+        prepare(["/dev/null"], tmp_path / "out")
     assert prepare([tmp_path / "empty"], tmp_path / "out", glob="*.md")["splits"]["train"]["bytes"] == 1
+
+
+def test_a_source_whose_name_is_no_text_is_recorded(tmp_path: Path) -> None:
+    name = os.fsdecode(b"a\xffb\xc3\xa9.txt")
+    (tmp_path / name).write_text("x", encoding="utf-8")
+    prepare([tmp_path / name], tmp_path / "out")
+    index = (tmp_path / "out" / "index.json").read_text(encoding="utf-8")
+    assert json.loads(index)["sources"] == [str(tmp_path / name)]
+    assert "bé.txt" in index, "what is text stays readable"
 
 
 def test_the_line_of_an_error_is_counted_over_units(small_pieces: None, tmp_path: Path) -> None:
@@ -317,10 +332,23 @@ def test_undecodable_bytes_by_choice(small_pieces: None, tmp_path: Path, errors:
 
 def test_an_existing_folder_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x", encoding="utf-8")
-    (tmp_path / "out").mkdir()
+    prepare([tmp_path / "a.txt"], tmp_path / "out")
     with pytest.raises(DataError, match=r"Use another --out, or delete it first: rm -r .*out\.$"):
         prepare([tmp_path / "a.txt"], tmp_path / "out")
     assert names(tmp_path) == ["a.txt", "out"]
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "/", "a.txt", "folder", "link"])
+def test_nobody_is_told_to_delete_what_was_not_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x", encoding="utf-8")
+    Path("folder").mkdir()
+    Path("link").symlink_to("gone")
+    with pytest.raises(DataError, match=r"found an existing file or folder of that name.* Use another --out\.$"):
+        prepare(["a.txt"], out)
+    assert names(tmp_path) == ["a.txt", "folder", "link"]
 
 
 def test_a_killed_attempt_harms_nobody(tmp_path: Path) -> None:

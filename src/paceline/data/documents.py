@@ -138,7 +138,7 @@ def find_files(sources: Sequence[str | Path], glob: str | None = None) -> list[I
         else:
             raise DataError(
                 "cannot read a source",
-                found=f"{str(source)!r}, which does not exist",
+                found=f"{str(source)!r}, which {'is neither' if path.exists() else 'does not exist'}",
                 needed=f"a file, a folder or the word {PYTHON_STDLIB}",
                 fix="Check the path",
             )
@@ -169,7 +169,15 @@ def _stdlib() -> list[InputFile]:
 
 def _folder(folder: Path, glob: str | None) -> list[InputFile]:
     patterns = [glob] if glob else ["*.txt", "*.jsonl"]
-    paths = {path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()}
+    try:
+        paths = {path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()}
+    except (NotImplementedError, ValueError) as error:
+        raise DataError(
+            f"cannot use the glob {glob!r}",
+            found=str(error),
+            needed="a pattern of names below the folder",
+            fix="Use --glob '*.txt'",
+        ) from error
     if not paths:
         kinds = Counter(path.suffix or path.name for path in folder.rglob("*") if path.is_file())
         there = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(3))

@@ -194,7 +194,8 @@ def temporary(out: Path) -> Iterator[Path]:
 
 
 def save(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    # A file name need not be UTF-8; what of it cannot be encoded is escaped as JSON escapes it, and so reads back.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

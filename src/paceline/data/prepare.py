@@ -42,6 +42,7 @@ _TRAIN_BPE_BYTES = 256 * 2**20
 _HELPERS_FROM_BYTES = 8 * 2**20
 """Below this, starting helper processes takes longer than the work."""
 _MOST_HELPERS = 16
+_MOST_PROCESSES = 256
 _PROGRESS_EVERY_S = 0.1
 
 
@@ -91,9 +92,10 @@ def prepare(
         processes=processes,
         progress=progress,
     )
+    _refuse_existing(out)
     task = _Task.of(work)
     with sole_writer(out, wait_s=0.0):
-        _refuse_existing(out)
+        _refuse_existing(out)  # which another process may have written meanwhile
         return _write(task, out)
 
 
@@ -149,8 +151,18 @@ class _Work:
         checks = [
             (0 <= self.valid < 1, f"valid={self.valid}", "0 <= valid < 1", "Use --valid 0.05"),
             (self.errors in ("fail", "replace", "skip"), f"errors={self.errors!r}", "fail, replace or skip", None),
-            (self.limit_bytes is None or self.limit_bytes > 0, f"limit_bytes={self.limit_bytes}", "bytes > 0", None),
-            (self.processes is None or self.processes > 0, f"processes={self.processes}", "processes >= 1", None),
+            (
+                self.limit_bytes is None or self.limit_bytes > 0,
+                f"limit_bytes={self.limit_bytes}",
+                "bytes > 0",
+                "Use --limit 20MB",
+            ),
+            (
+                self.processes is None or 0 < self.processes <= _MOST_PROCESSES,
+                f"processes={self.processes}",
+                f"1 <= processes <= {_MOST_PROCESSES}",
+                "Leave --processes out for one per CPU core",
+            ),
         ]
         for ok, found, needed, fix in checks:
             if not ok:
@@ -299,10 +311,11 @@ class _Meter:
 
 
 def _refuse_existing(out: Path) -> None:
-    if out.exists():
+    if out.exists() or out.is_symlink():
+        prepared = (out / "index.json").is_file()  # nobody is told to delete anything else
         raise DataError(
             f"cannot write {out}",
             found="an existing file or folder of that name",
             needed="a name that is free",
-            fix=f"Use another --out, or delete it first: rm -r {out}",
+            fix=f"Use another --out{f', or delete it first: rm -r {out}' if prepared else ''}",
         )

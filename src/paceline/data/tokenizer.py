@@ -30,6 +30,7 @@ _END_OF_TEXT_NAMES = (
 """Names of the token that ends a document, as known tokenizers have them; the first one present counts."""
 
 _PIECE_CHARACTERS = 64 * 1024
+_MOST_TOKENS = 2**20
 """A text is encoded in pieces of at most this size, or one long document would need a hundred times its size."""
 
 
@@ -150,16 +151,16 @@ def bpe_size(name: str) -> int | None:
     """The N of ``bpe:N``, or None for any other name.
 
     Raises:
-        DataError: N is no whole number or leaves no room for the 256 bytes and the end of text.
+        DataError: N is no whole number, leaves no room for the 256 bytes and the end of text, or is beyond all sense.
     """
     kind, colon, size = name.partition(":")
     if kind != "bpe":
         return None
-    if not colon or not size.isdecimal() or int(size) < 257:
+    if not colon or not size.isdecimal() or not 257 <= int(size) <= _MOST_TOKENS:
         raise DataError(
             "cannot train a tokenizer",
             found=f"{name!r}",
-            needed="bpe:N with a whole number N >= 257",
+            needed=f"bpe:N with a whole number N, 257 to {_MOST_TOKENS}",
             fix="Use bpe:8192",
         )
     return int(size)
