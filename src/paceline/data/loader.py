@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
-import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,14 +111,17 @@ class Loader:
             worker_init_fn=_Start(self._threads),
             pin_memory=self._device.type == "cuda",
         )
-        _end_loader_workers_at_exit()
         batches = iter(loader)
+        end: Callable[[], None] = batches._shutdown_workers  # type: ignore[attr-defined]
+        # A traceback or an unfinished loop may hold them at exit, when multiprocessing sends SIGTERM to its daemons and
+        # waits for ever: ours ignore it. What is registered later runs earlier.
+        atexit.register(end)
         try:
             for batch in batches:
                 yield move(batch, self._device)
         finally:
-            # Now, not when the last traceback that holds them is dropped.
-            batches._shutdown_workers()  # type: ignore[attr-defined]
+            end()  # now, not when the last traceback that holds them is dropped
+            atexit.unregister(end)
 
 
 class _Once:
@@ -145,21 +146,6 @@ class _Start:
         for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(ignored, signal.SIG_IGN)
         configure_thread(self.threads)
-
-
-@functools.cache
-def _end_loader_workers_at_exit() -> None:
-    """At exit `multiprocessing` sends SIGTERM to its daemons, which ours ignore, and then waits for ever.
-
-    A loader that a traceback or an unfinished loop still holds is alive then. What is registered later runs earlier.
-    """
-
-    def end() -> None:
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                child.kill()
-
-    atexit.register(end)
 
 
 def move(batch: Any, device: torch.device) -> Any:
