@@ -1,4 +1,4 @@
-"""Jobs of several workers in real processes, kept alive from job to job, with a deadline on everything.
+"""Jobs of several workers in real processes, kept alive until a job of theirs fails, with a deadline on everything.
 
 A job is a function that can be imported and its arguments; it runs in the main thread of each of the first N processes,
 in the environment that a launcher would give to N workers. The store where they meet is served by this process on a
@@ -73,7 +73,7 @@ class _Member:
 
 
 class Pool:
-    """Processes for jobs; started when first needed, and again when one has died."""
+    """Processes for jobs; started when first needed, and again when one has failed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._started = directory, 0
@@ -112,9 +112,9 @@ class Pool:
                 member.connection.send((job, args, environment))
             outcomes = self._collect(members, time.monotonic() + deadline_s)
         for rank, outcome in outcomes.items():
-            if outcome.error in ("died", "late"):
-                self._end(members[rank], patience_s=0)
-        self._members = [member for member in self._members if member.process.is_alive()]
+            if outcome.error:
+                self._end(members[rank], patience_s=0 if outcome.error == "late" else 10)
+                self._members.remove(members[rank])
         return [outcomes[rank] for rank in range(workers)]
 
     def _collect(self, members: Sequence[_Member], deadline: float) -> dict[int, Outcome]:
@@ -186,6 +186,7 @@ def _stacks(member: _Member) -> str:
 
 def _serve(connection: Connection, stacks: Path) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test session leaves no processes
+    multiprocessing.set_start_method("fork", force=True)  # the platform's, for the job's own; not the pool's
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         while True:
@@ -195,7 +196,10 @@ def _serve(connection: Connection, stacks: Path) -> None:
                 return
             if order is None:
                 return
-            connection.send(_do(*order))
+            outcome = _do(*order)
+            connection.send(outcome)
+            if "error" in outcome:  # as a worker of a launcher: its end is how the others learn of it
+                return
 
 
 def _do(job: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -213,8 +217,7 @@ def _do(job: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, 
         del os.environ[name]
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    leaks = _leaks()
-    if leaks and "error" not in outcome:
+    if "error" not in outcome and (leaks := _leaks()):
         outcome |= {"error": "leak", "message": f"the job leaves behind: {', '.join(leaks)}"}
     return outcome
 
@@ -223,13 +226,12 @@ def _leaks() -> list[str]:
     import psutil
     from torch import distributed
 
-    leaks: list[str] = []
-    for _ in range(100):
-        gc.collect()
+    deadline = time.monotonic() + 2
+    while True:
         leaks = [f"thread {thread.name}" for thread in threading.enumerate() if thread is not threading.main_thread()]
         leaks += [f"process {child.pid}" for child in psutil.Process().children()]
         leaks += ["a process group"] if distributed.is_initialized() else []
-        if not leaks:
-            break
+        if not leaks or time.monotonic() > deadline:
+            return leaks
+        gc.collect()  # a reference cycle may hold it
         time.sleep(0.02)
-    return leaks

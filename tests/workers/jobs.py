@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -297,6 +298,4 @@ def wait_for_ever() -> None:
 
 
 def leak_a_thread() -> None:
-    import threading
-
-    threading.Thread(target=time.sleep, args=(5,), name="forgotten").start()
+    threading.Thread(target=time.sleep, args=(60,), name="forgotten", daemon=True).start()

@@ -145,16 +145,16 @@ def test_the_pool_shows_every_traceback_the_first_failure_first(pool: Pool) -> N
         pool.run(jobs.fail_on, 1, 2, LONG, workers=3)
     text = str(caught.value)
     assert text.startswith("3 of 3 workers failed\n--- worker 1: ValueError a mistake on worker 1")
-    assert text.count("--- worker") == text.count("Traceback (most recent call last)") - text.count("direct cause") == 3
+    assert text.count("--- worker") == 3
+    assert text.count("train_step") >= 3
 
 
-def test_the_pool_keeps_its_processes_and_replaces_the_dead(pool: Pool) -> None:
+def test_the_pool_keeps_its_processes_and_replaces_those_that_failed(pool: Pool) -> None:
     before = pool.run(jobs.nothing, workers=3)
     assert pool.run(jobs.nothing, workers=3) == before
     pool.attempt(jobs.fail_on, 0, 0, LONG, "kill", workers=2)
     after = pool.run(jobs.nothing, workers=3)
-    assert before[0] not in after
-    assert set(after) >= set(before[1:])
+    assert set(after) & set(before) == {before[2]}
 
 
 def test_the_pool_ends_a_job_at_its_deadline_and_shows_where_it_was(pool: Pool) -> None:
