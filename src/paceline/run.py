@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -158,7 +159,7 @@ class Run:
         assert self.recipe.epochs is not None
         return self.recipe.epochs * Plan.of(self.recipe, len(dataset)).steps_per_epoch  # type: ignore[arg-type]
 
-    def autocast(self) -> Any:
+    def autocast(self) -> AbstractContextManager[None]:
         """A context manager: the recipe's precision, for the forward pass."""
         return autocast(self.recipe.precision, self.device)
 
@@ -305,18 +306,20 @@ class Run:
         if self.run_dir is None:
             return
         if self._writer is not None:
-            snapshot = Snapshot.take(
-                step=self.position,
-                states=self._tracked.states(),
-                position={"samples": self._samples},
-                metrics=self._metrics,
-            )
-            self._writer.start(snapshot, self.identity)
-        if wait:
-            if self._writer is not None:
-                self._writer.wait()
-            if any(self.team.gather(self._save_failed())):
-                self._raise_failed_save()
+            try:
+                snapshot = Snapshot.take(
+                    step=self.position,
+                    states=self._tracked.states(),
+                    position={"samples": self._samples},
+                    metrics=self._metrics,
+                )
+                self._writer.start(snapshot, self.identity)
+                if wait:
+                    self._writer.wait()
+            except CheckpointError as error:  # raised when the others know of it too
+                self._note_failure(error)
+        if wait and any(self.team.gather(self._save_failed())):
+            self._raise_failed_save()
 
     def digest(self) -> str:
         """Digest of everything tracked: 32 hexadecimal digits. Collective.
@@ -351,7 +354,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        if kind is None:
+        if kind is None or self.world_size == 1:
             self.close()
             return
         # Leaving the team in order would wait for workers that may be waiting for this one: they see it end instead.
@@ -457,9 +460,12 @@ class Run:
             if isinstance(outcome, Saved):
                 self.events.emit("checkpoint", step=outcome.step, seconds=outcome.seconds, path=str(outcome.path))
             else:
-                self.events.emit("checkpoint", step=self.position, error=str(outcome))
-                self._failure = outcome
+                self._note_failure(outcome)
         return self._failure is not None
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        self.events.emit("checkpoint", step=self.position, error=str(error))
+        self._failure = error
 
     def _raise_failed_save(self) -> None:
         """The writer's own error on the worker that writes; the others only know that there was one."""
