@@ -139,14 +139,18 @@ class Team(ABC):
         self.gather(None)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites ``tensors`` with worker 0's. Collective; waits."""
+        """Overwrites ``tensors``, of whatever strides, with worker 0's. Collective; waits."""
 
         def job() -> None:
-            others = range(1, self.world_size)
+            full = [tensor for tensor in tensors if tensor.numel()]
+            packed = [tensor.contiguous() for tensor in full]  # the tensor itself, unless its strides are others
             if self.rank == 0:
-                self.swap([(rank, tensor) for tensor in tensors for rank in others], [])()
-            else:
-                self.swap([], [(0, tensor) for tensor in tensors])()
+                self.swap([(rank, tensor) for tensor in packed for rank in range(1, self.world_size)], [])()
+                return
+            self.swap([], [(0, tensor) for tensor in packed])()
+            for tensor, received in zip(full, packed, strict=True):
+                if received is not tensor:
+                    tensor.copy_(received)
 
         self.submit(job).wait()
 
