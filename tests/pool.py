@@ -119,16 +119,15 @@ class Pool:
 
     def _collect(self, members: Sequence[_Member], deadline: float) -> dict[int, Outcome]:
         outcomes: dict[int, Outcome] = {}
-        by_connection = {member.connection: rank for rank, member in enumerate(members)}
+        by_connection: dict[Any, int] = {member.connection: rank for rank, member in enumerate(members)}
         while len(outcomes) < len(members):
             waiting = [connection for connection, rank in by_connection.items() if rank not in outcomes]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 for connection in waiting:
                     rank = by_connection[connection]
                     outcomes[rank] = Outcome(rank=rank, error="late", trace=_stacks(members[rank]), at=deadline)
             for connection in ready:
-                assert isinstance(connection, Connection)
                 rank = by_connection[connection]
                 try:
                     outcomes[rank] = Outcome(rank=rank, **connection.recv())

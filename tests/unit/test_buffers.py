@@ -15,6 +15,10 @@ SIZES = [(3, 2), (3, 3), (5, 4), (6, 1), (8, 2), (8, 3), (8, 8)]
 class Normed(nn.Module):
     """BatchNorm over (batch, time), so that a micro-batch of one sample has statistics."""
 
+    calls: Tensor
+    seen: Tensor
+    replaced: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -93,7 +97,11 @@ def test_flags_seen_by_any_lane_are_set() -> None:
 
 
 class Poisoned(nn.Module):
-    """A buffer that becomes NaN, one that only changes its sign of zero, one that nobody ever writes."""
+    """A buffer that becomes NaN, one that only changes its sign of zero, a NaN that is written over by itself."""
+
+    nan: Tensor
+    zero: Tensor
+    still_nan: Tensor
 
     def __init__(self) -> None:
         super().__init__()

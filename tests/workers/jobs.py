@@ -276,14 +276,16 @@ def die_with_loaders(directory: str, rank: int, execution: Execution) -> None:
 def stop_by_signal(number: int, step_number: int, rank: int, recipe: Recipe, execution: Execution) -> dict[str, Any]:
     """``train`` in which worker ``rank`` alone gets a signal in the middle of a step."""
 
-    class Signalled(Classify):
-        calls = 0
+    mine = os.environ.get("RANK", "0") == str(rank)
+    micro_batches = recipe.lanes // int(os.environ.get("WORLD_SIZE", "1"))
+    calls: list[int] = []
 
+    class Signalled(Classify):
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-            Signalled.calls += model.training
-            mine = os.environ.get("RANK", "0") == str(rank)
-            if mine and Signalled.calls == 1 + step_number * recipe.lanes // int(os.environ.get("WORLD_SIZE", "1")):
-                os.kill(os.getpid(), number)
+            if model.training:
+                calls.append(1)
+                if mine and len(calls) == 1 + step_number * micro_batches:
+                    os.kill(os.getpid(), number)
             return super().loss(model, batch)
 
     return train_task(Signalled(), recipe, execution)
