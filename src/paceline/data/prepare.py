@@ -93,10 +93,10 @@ def prepare(
         progress=progress,
     )
     _refuse_existing(out)
-    task = _Task.of(work)
+    preparation = _Preparation.of(work)
     with sole_writer(out, wait_s=0.0):
         _refuse_existing(out)  # which another process may have written meanwhile
-        return _write(task, out)
+        return _write(preparation, out)
 
 
 def prepare_once(out: str | Path, *, wait_s: float = 3600.0, **how: Any) -> dict[str, Any]:
@@ -112,10 +112,10 @@ def prepare_once(out: str | Path, *, wait_s: float = 3600.0, **how: Any) -> dict
     out = Path(out)
     work = _Work(**{**how, "sources": [str(source) for source in how["sources"]]})
     if not out.exists():
-        task = _Task.of(work)
+        preparation = _Preparation.of(work)
         with sole_writer(out, wait_s):
             if not out.exists():
-                return _write(task, out)
+                return _write(preparation, out)
     index = read_index(out)
     there = index.get("asked", {})
     if differing := [name for name, value in work.asked.items() if there.get(name) != value]:
@@ -170,7 +170,7 @@ class _Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
+class _Preparation:
     """What is to be done, found out before anything is written."""
 
     work: _Work
@@ -180,7 +180,7 @@ class _Task:
     tokenizer: FileTokenizer | None
 
     @classmethod
-    def of(cls, work: _Work) -> _Task:
+    def of(cls, work: _Work) -> _Preparation:
         to_train = bpe_size(work.tokenizer)
         given = None if to_train or work.tokenizer == "bytes" else read_tokenizer(Path(work.tokenizer))
         files = find_files(work.sources, work.glob)
@@ -209,23 +209,23 @@ class _Task:
         return Encoder(tokenizer.json_text if tokenizer else None, rule, self.work.field, self.work.errors)
 
 
-def _write(task: _Task, out: Path) -> dict[str, Any]:
+def _write(preparation: _Preparation, out: Path) -> dict[str, Any]:
     """The whole preparation; the caller holds the lock of ``out``."""
-    meter = _Meter(task.work.progress, task.size)
+    meter = _Meter(preparation.work.progress, preparation.size)
     try:
         with temporary(out) as folder:
-            tokenizer = task.tokenizer
-            if task.bpe_size is not None:
-                meter.total += task.size
-                tokenizer = train_bpe(_sample(task, meter), task.bpe_size)
-            for rule in task.rules:
-                encoder = task.encoder(rule, tokenizer)
-                written = _encode(task, encoder, folder, meter)
-                if rule == task.rules[-1] or written.fair(rule.valid):
+            tokenizer = preparation.tokenizer
+            if preparation.bpe_size is not None:
+                meter.total += preparation.size
+                tokenizer = train_bpe(_sample(preparation, meter), preparation.bpe_size)
+            for rule in preparation.rules:
+                encoder = preparation.encoder(rule, tokenizer)
+                written = _encode(preparation, encoder, folder, meter)
+                if rule == preparation.rules[-1] or written.fair(rule.valid):
                     break
-                meter.total += task.size
+                meter.total += preparation.size
             written.check()
-            index = _index(task.work, encoder, written)
+            index = _index(preparation.work, encoder, written)
             if tokenizer is not None:
                 save(folder / TOKENIZER_FILE, tokenizer.json_text)
             save(folder / "index.json", json.dumps(index, indent=2, ensure_ascii=False) + "\n")
@@ -243,12 +243,12 @@ def _write(task: _Task, out: Path) -> dict[str, Any]:
     return index
 
 
-def _encode(task: _Task, encoder: Encoder, folder: Path, meter: _Meter) -> Written:
+def _encode(preparation: _Preparation, encoder: Encoder, folder: Path, meter: _Meter) -> Written:
     """All documents into ``folder``, in order; replaces what an earlier rule wrote there."""
-    units = task.units(encoder.rule)
+    units = preparation.units(encoder.rule)
     with (
         contextlib.closing(Written(folder)) as written,
-        contextlib.closing(encode_units(units, encoder, task.processes)) as results,
+        contextlib.closing(encode_units(units, encoder, preparation.processes)) as results,
     ):
         for unit, result in results:
             written.take(unit, result)
@@ -256,14 +256,14 @@ def _encode(task: _Task, encoder: Encoder, folder: Path, meter: _Meter) -> Writt
     return written
 
 
-def _sample(task: _Task, meter: _Meter) -> Iterator[str]:
+def _sample(preparation: _Preparation, meter: _Meter) -> Iterator[str]:
     """Text to train a tokenizer on: every unit, or evenly spaced ones of a large source.
 
     Documents that cannot be read are passed over here: encoding meets them again, and knows their line.
     """
-    reader = task.encoder(SplitRule(kind="none", valid=0), None)
-    stride = max(1, -(-task.size // _TRAIN_BPE_BYTES))
-    for i, unit in enumerate(task.units(reader.rule)):
+    reader = preparation.encoder(SplitRule(kind="none", valid=0), None)
+    stride = max(1, -(-preparation.size // _TRAIN_BPE_BYTES))
+    for i, unit in enumerate(preparation.units(reader.rule)):
         if i % stride == 0 and (part := reader.encode(unit).parts.get("train")):
             ids = np.frombuffer(part.data, reader.dtype)
             ends = np.flatnonzero(ids == reader.tokenizer.end_of_text)
