@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from paceline.data.documents import Split
 from paceline.data.index import PREPARE_AGAIN, read_index
 from paceline.data.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import DataError
@@ -24,7 +25,6 @@ from paceline.errors import DataError
 __all__ = ["Corpus", "TokenFile", "Tokens"]
 
 Dtype = Literal["uint16", "uint32"]
-Split = Literal["train", "valid"]
 
 _WHOLE_BYTES = 2 * 2**30
 """Files up to this size are read whole when opened (about a second); of larger ones `_BLOCKS` evenly spaced blocks."""

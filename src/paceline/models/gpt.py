@@ -113,7 +113,6 @@ class Cache:
     def __init__(self, config: GPTConfig, *, batch: int = 1, like: Tensor) -> None:
         self.length = 0
         """Tokens held; the next one stands at this position."""
-        self.capacity = config.context
         shape = (2, batch, config.kv_heads, config.context, config.head_size)
         self.layers = [like.new_zeros(shape) for _ in range(config.layers)]
         """One tensor a block: keys and values, (2, B, K, context, D)."""
