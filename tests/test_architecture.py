@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import importlib
 import inspect
@@ -98,6 +99,11 @@ def used_names(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
+@functools.cache
+def names_in(path: Path) -> frozenset[str]:
+    return frozenset(used_names(ast.parse(path.read_text())))
+
+
 def modules_imported(path: Path) -> set[str]:
     """The package's own modules that a file imports."""
     found = set()
@@ -152,7 +158,7 @@ def test_one_place_for_each_power(pattern: str) -> None:
     users = {
         by_name(path): name
         for path in MODULES
-        for name in used_names(ast.parse(path.read_text()))
+        for name in names_in(path)
         if re.fullmatch(pattern, name) and not {top(path), by_name(path)} & ONLY_IN[pattern]
     }
     assert not users

@@ -240,7 +240,7 @@ def differ_in_untracked_ways(execution: Execution) -> None:
         run.track(model=model)
         run.digest()
         with torch.no_grad():
-            model.bias += run.rank
+            model.bias.add_(run.rank)
         run.digest()
 
 
