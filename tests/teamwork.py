@@ -62,7 +62,7 @@ class Setup:
             *torch.randn(2, 64, 6, generator=torch.Generator().manual_seed(7)).unbind()
         )
     )
-    steps: int = 3
+    steps: int = 2
     train_step: TrainStep = plain_step
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     bucket_bytes: int = 2**20

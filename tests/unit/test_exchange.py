@@ -18,7 +18,7 @@ from paceline.reduction.exchange import Exchange
 from paceline.reduction.tree import Node, cover
 from paceline.step import Step
 from paceline.team import SoloTeam, Team, ThreadTeam
-from teamwork import Setup, plain_step, plan_of, same_bytes, work, work_in_threads
+from teamwork import Seen, Setup, plain_step, plan_of, same_bytes, work, work_in_threads
 
 CPU = torch.device("cpu")
 SOME_SIZES = [(3, 2), (5, 3), (6, 4), (7, 7), (8, 3), (8, 8), (12, 5)]
@@ -34,7 +34,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 6))
 
 
-def alone(setup: Setup) -> Any:
+def alone(setup: Setup) -> Seen:
     team = SoloTeam(CPU)
     try:
         return work(team, setup)
@@ -42,13 +42,15 @@ def alone(setup: Setup) -> Any:
         team.close()
 
 
-def assert_same_on_all(setup: Setup, workers: int) -> None:
+def assert_same_on_all(setup: Setup, workers: int) -> list[Seen]:
     expected = alone(setup)
-    for seen in work_in_threads(workers, setup):
+    everyone = work_in_threads(workers, setup)
+    for seen in everyone:
         assert seen.digest == expected.digest
         assert seen.done == expected.done
         for name, grad in expected.grads.items():
             assert same_bytes(seen.grads[name], grad), name
+    return everyone
 
 
 def tree_sum(values: list[Tensor]) -> Tensor:
@@ -140,9 +142,8 @@ def test_tied_rare_unused_and_frozen_parameters(lanes: int, workers: int, bucket
         bucket_bytes=bucket_bytes,
         optimizer=lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.5),
     )
-    assert_same_on_all(setup, workers)
     before = dict(setup.model.named_parameters())
-    for seen in work_in_threads(workers, setup):
+    for seen in assert_same_on_all(setup, workers):
         after = dict(seen.model.named_parameters())
         assert seen.grads["unused.weight"] is None
         assert same_bytes(after["unused.weight"], before["unused.weight"])  # AdamW decays what has a gradient
@@ -176,8 +177,8 @@ class Negative(nn.Module):
 def test_negative_zeros_come_out_alike(lanes: int, workers: int) -> None:
     for samples in (1, 64):
         setup = Setup(model=Negative(), plan=plan_of(samples, lanes), steps=1)
-        assert_same_on_all(setup, workers)
-        assert same_bytes(work_in_threads(workers, setup)[0].grads["weight"], torch.zeros(5))
+        (seen, *_) = assert_same_on_all(setup, workers)
+        assert same_bytes(seen.grads["weight"], torch.zeros(5))
 
 
 def zero_grad_step(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

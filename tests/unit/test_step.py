@@ -86,20 +86,48 @@ def test_the_learning_rate_is_set_in_every_group_before_the_update() -> None:
     assert same_bytes(seen.model.weight, setup.model.weight)  # type: ignore[arg-type]
 
 
-def test_several_optimizers_of_one_step_each_clip_their_own() -> None:
+def test_several_optimizers_have_one_norm_one_rate_and_one_decision() -> None:
     norms: list[float] = []
 
     def train_step(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         one, other = (torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters())
         for x_BF, y_BF in step:
             step.backward((model(x_BF) - y_BF).square().sum(), weight=len(x_BF))
-        for some in (one, other):
-            step.update(some, max_norm=0.5)
-            (parameter,) = some.param_groups[0]["params"]
-            norms.append(float(parameter.grad.norm()))
+        step.update(one, other, lr=0.3, max_norm=0.5)
+        norms.append(float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()))
+        assert [some.param_groups[0]["lr"] for some in (one, other)] == [0.3, 0.3]
 
-    one_step(train_step)
-    assert norms == [pytest.approx(0.5), pytest.approx(0.5)]
+    seen = one_step(train_step)
+    assert norms == [pytest.approx(0.5)]
+    assert seen.done[0].lr == 0.3
+
+
+def test_one_bad_gradient_holds_back_every_optimizer_and_the_buffers() -> None:
+    class Spoiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.good, self.bad = nn.Linear(6, 6), nn.Parameter(torch.zeros(6))
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, x_BF: Tensor) -> Tensor:
+            h_BF: Tensor = self.norm(self.good(x_BF)[:, None])[:, 0]
+            return h_BF + self.bad.square().sqrt()  # its gradient at 0 is not a number
+
+    def train_step(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        assert isinstance(model, Spoiled)
+        for x_BF, y_BF in step:
+            step.backward((model(x_BF) - y_BF).square().sum(), weight=len(x_BF))
+        good = torch.optim.SGD([*model.good.parameters(), *model.norm.parameters()], lr=0.1)
+        step.update(good, torch.optim.SGD([model.bad], lr=0.1))
+
+    policy = Policy(on_nonfinite="skip", skip_loss_above=None)
+    setup = Setup(model=Spoiled(), plan=plan_of(64, 8), train_step=train_step, policy=policy)
+    for workers in (1, 3):
+        for seen in work_in_threads(workers, setup):
+            assert all(done.skipped for done in seen.done)
+            for name, tensor in setup.model.state_dict().items():
+                assert same_bytes(seen.model.state_dict()[name], tensor), name
 
 
 def test_gradients_between_the_loop_and_the_update_are_reduced_and_divided() -> None:
@@ -199,7 +227,8 @@ def test_one_bad_lane_raises_the_same_error_on_every_worker(workers: int, lane: 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_one_bad_lane_is_skipped_by_every_worker(workers: int) -> None:
     policy = Policy(on_nonfinite="skip", skip_loss_above=None)
-    setup = Setup(model=line(), plan=plan_of(24, 8, micro_batch=1), data=poisoned(5, math.nan), policy=policy)
+    plan = plan_of(24, 8, micro_batch=1)
+    setup = Setup(model=line(), plan=plan, data=poisoned(5, math.nan), policy=policy, steps=3)
     expected = solo(setup)
     for seen in work_in_threads(workers, setup):
         assert [done.skipped for done in seen.done] == [False, True, False]
@@ -260,7 +289,7 @@ def test_what_one_worker_signals_every_worker_learns_in_the_same_step(workers: i
         last = team.rank == workers - 1
         return Signals(stop=130 if last and calls[team.rank] == 2 else 0, save_failed=last and calls[team.rank] == 3)
 
-    for seen in work_in_threads(workers, Setup(model=line(), plan=plan_of(64, 8), signals=signals)):
+    for seen in work_in_threads(workers, Setup(model=line(), plan=plan_of(64, 8), signals=signals, steps=3)):
         assert [done.stop for done in seen.done] == [0, 130, 0]
         assert [done.save_failed for done in seen.done] == [False, False, True]
 
@@ -329,6 +358,17 @@ def no_update(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         step.backward(model(x_BF).sum(), weight=1)
 
 
+def update_twice(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    plain_step(step, model, optimizer)
+    step.update(optimizer)
+
+
+def update_nothing(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x_BF, _ in step:
+        step.backward(model(x_BF).sum(), weight=1)
+    step.update()
+
+
 def nothing(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     pass
 
@@ -347,9 +387,11 @@ def no_weight(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         (backward_before_the_loop, "in the loop over the step"),
         (backward_after_the_loop, "the loop over the step has ended"),
         (mean_per_sample, "loss.sum()"),
-        (update_before_the_loop, "the loop over the step to end first"),
-        (update_in_the_loop, "the loop over the step to end first"),
-        (update_after_break, "the loop over the step to end first"),
+        (update_before_the_loop, "after the loop over the step"),
+        (update_in_the_loop, "after the loop over the step"),
+        (update_after_break, "after the loop over the step"),
+        (update_twice, "step.update was called already"),
+        (update_nothing, "no optimizer"),
         (no_update, "without step.update"),
         (nothing, "nothing was done with the step"),
         (no_weight, "a weight of 0 over all lanes"),
@@ -362,4 +404,3 @@ def test_misuse_is_an_error_that_says_what_is_needed(train_step: Any, says: str)
     assert says in str(caught.value)
     assert caught.value.found
     assert caught.value.needed
-    assert caught.value.fix
