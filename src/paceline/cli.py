@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from paceline import env
-from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, PacelineError, did_you_mean
+from paceline.config import Resume
+from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, PacelineError, did_you_mean
 
 if TYPE_CHECKING:
     from paceline.events import Sink
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-Resume = Literal["auto", "never", "must"]
 
 _HELP = """\
 usage: paceline COMMAND ...
@@ -73,6 +75,7 @@ with the first step, lane loss or parameter that differs.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line, by default this process's; returns its exit code. Errors go to standard error."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _mend_streams()
     try:
         return _dispatch(words)
     except PacelineError as error:
@@ -80,9 +83,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nor can the rest be flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = error.filename or "the output"
+        message = f"cannot write {what}: found {error.strerror}, need room for it. Free some, or write elsewhere."
+        print(f"paceline: error: {message}", file=sys.stderr)
+        _discard_output()
+        return EXIT_FAILED
+
+
+def _discard_output() -> None:
+    """Standard output goes nowhere from now on: the rest of it cannot be flushed at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _mend_streams() -> None:
+    """Standard streams that take all text, whatever the locale, and none that is closed.
+
+    The number of a closed one would go to the next file that is opened, which then takes what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8"))
+        elif number and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(words: list[str]) -> int:
@@ -134,7 +165,8 @@ def _train(words: list[str]) -> int:
 
 def _supervise_training(words: list[str]) -> int:
     from paceline.parsing import dump
-    from paceline.supervisor import prepare_run_dir, resolve_workers, supervise
+    from paceline.run_dir import prepare_run_dir
+    from paceline.supervisor import resolve_workers, supervise
 
     settings, resume, print_config = _read_train(words)
     if print_config:
@@ -149,14 +181,11 @@ def _supervise_training(words: list[str]) -> int:
 def _work(words: list[str], here: env.WorkerEnv) -> int:
     """One worker of a run, started by our supervisor or by another launcher."""
     from paceline.progress import Progress, TensorBoard
-    from paceline.supervisor import prepare_run_dir
     from paceline.train import train
 
     settings, resume, _ = _read_train(words)
     sinks: list[Sink] = []
     if here.rank == 0:
-        if here.report_dir is None:  # nobody else has looked at it
-            prepare_run_dir(settings.run_dir, resume)
         sinks = [_ConfigFile(settings), Progress()]
         if settings.execution.tensorboard:
             sinks.append(TensorBoard(settings.run_dir / "tensorboard"))
@@ -210,12 +239,12 @@ class _ConfigFile:
     def event(self, event: Any) -> None:
         if event["event"] == "start":
             from paceline.parsing import dump
+            from paceline.run_dir import replace_text
 
             recipe = dataclasses.replace(self._settings.recipe, device=event["device"])
-            path = self._settings.run_dir / "config.yaml"
-            part = path.with_suffix(".yaml.tmp")
-            part.write_text(dump(dataclasses.replace(self._settings, recipe=recipe)), encoding="utf-8")
-            part.replace(path)
+            replace_text(
+                self._settings.run_dir / "config.yaml", dump(dataclasses.replace(self._settings, recipe=recipe))
+            )
 
     def close(self) -> None:
         """Nothing is held."""

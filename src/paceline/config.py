@@ -16,7 +16,11 @@ from typing import Any, Literal
 from paceline.errors import ConfigError
 from paceline.lanes import check_batch, lanes_of
 
-__all__ = ["Execution", "Identity", "Optimizer", "Recipe", "Schedule", "as_dict"]
+__all__ = ["Execution", "Identity", "Optimizer", "Recipe", "Resume", "Schedule", "as_dict"]
+
+
+Resume = Literal["auto", "never", "must"]
+"""``never`` starts afresh, ``auto`` goes on from the newest checkpoint if there is one, ``must`` needs one."""
 
 
 def _require(ok: bool, what: str, found: object, needed: str, fix: str) -> None:
@@ -127,6 +131,7 @@ class Recipe:
         for name in ("batch", "micro_batch", "lanes", "threads"):
             value = getattr(self, name)
             _require(value >= 1, f"recipe.{name}", value, "a whole number >= 1", f"Use recipe.{name}: 8")
+        _require(self.threads <= 1024, "recipe.threads", self.threads, "at most 1024", "Use recipe.threads: 1")
         for name in ("steps", "epochs"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"recipe.{name}", value, "a whole number >= 1", f"Use {name}: 100")
@@ -146,11 +151,6 @@ class Recipe:
             "Use null for no clipping",
         )
         check_batch(self.batch, self.micro_batch, self.lanes)
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches of one lane in a full step."""
-        return self.batch // (self.lanes * self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,11 @@ class Execution:
         for name in ("bucket_mib", "timeout_s"):
             value = getattr(self, name)
             _require(
-                value > 0, f"execution.{name}", value, "a number > 0", f"Leave out execution.{name} for the default"
+                0 < value <= 1e9,
+                f"execution.{name}",
+                value,
+                "a number > 0, at most 1e9",
+                f"Leave out execution.{name} for the default",
             )
 
     def check(self, recipe: Recipe) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "ALIGNMENT",
     "aligned",
     "autocast",
+    "combined",
     "compile_blocks",
     "configure_process",
     "configure_thread",
@@ -146,9 +147,14 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """One digest of many tensors, whatever the order of the mapping."""
+    return combined({name: tensor_digest(name, tensor) for name, tensor in tensors.items()})
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """`digest`, from each tensor's."""
     hasher = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        hasher.update(tensor_digest(name, tensors[name]).encode())
+    for name in sorted(digests):
+        hasher.update(digests[name].encode())
     return hasher.hexdigest()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from paceline.errors import ConfigError
 
-__all__ = ["check_batch", "driver_of", "lanes_of", "micro_steps"]
+__all__ = ["check_batch", "lanes_of"]
 
 
 def lanes_of(rank: int, world_size: int, lanes: int) -> range:
@@ -29,25 +29,6 @@ def lanes_of(rank: int, world_size: int, lanes: int) -> range:
     if not 0 <= rank < world_size:
         raise ConfigError("cannot deal lanes", found=f"rank={rank}", needed=f"0 <= rank < {world_size}")
     return range(rank * lanes // world_size, (rank + 1) * lanes // world_size)
-
-
-def driver_of(lane: int, world_size: int, lanes: int) -> int:
-    """The rank that drives ``lane``: the inverse of `lanes_of`.
-
-    >>> [driver_of(lane, world_size=3, lanes=8) for lane in range(8)]
-    [0, 0, 1, 1, 1, 2, 2, 2]
-    """
-    return ((lane + 1) * world_size - 1) // lanes
-
-
-def micro_steps(batch: int, micro_batch: int, lanes: int) -> int:
-    """Micro-batches per lane and step in ``batch = lanes x micro_steps x micro_batch``.
-
-    >>> micro_steps(64, 4, 8)
-    2
-    """
-    check_batch(batch, micro_batch, lanes)
-    return batch // (micro_batch * lanes)
 
 
 def check_batch(batch: int, micro_batch: int, lanes: int) -> None:

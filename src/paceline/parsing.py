@@ -41,6 +41,7 @@ __all__ = ["Settings", "TaskSpec", "demo_text", "describe", "dump", "parse"]
 _SECTIONS = ("task", "recipe", "execution")
 _SHORT = {"-n": "execution.workers", "--run-dir": "execution.run_dir", "--run_dir": "execution.run_dir"}
 _COMMAND_LINE = "the command line"
+_MOST_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +236,13 @@ def _read_file(path: Path) -> dict[str, Tree]:
 
 
 def _read_text(text: str, origin: str) -> dict[str, Tree]:
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(
+            f"cannot read the configuration {origin}",
+            found=f"{len(text):,} characters",
+            needed=f"YAML of at most {_MOST_CHARACTERS:,}",
+            fix="Name a YAML file with task, recipe and execution",
+        )
     try:
         tree = YamlLoader(text).tree(origin)
     except yaml.MarkedYAMLError as error:

@@ -6,6 +6,7 @@ Only worker 0 has them. None has a thread of its own or touches the run; one tha
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,14 @@ __all__ = ["Progress", "TensorBoard", "bytes_progress"]
 _NOT_METRICS = {"time", "event", "step", "seconds"}
 
 
+class _Console(Console):
+    """A console whose reader may leave, such as ``head``: an error like any other, where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is left would fail again at exit
+        raise BrokenPipeError("its reader has left")
+
+
 class Progress:
     """Shows a run to a person.
 
@@ -35,7 +44,7 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[left]}"))
@@ -164,7 +173,7 @@ def bytes_progress(what: str, stream: TextIO | None = None) -> Iterator[Callable
         what: the word in front.
         stream: where to; default standard error.
     """
-    console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+    console = _Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
     if console.is_terminal and not console.is_dumb_terminal:
         columns = (TextColumn(what), BarColumn(None), DownloadColumn(), TransferSpeedColumn())
         with Bar(*columns, console=console, auto_refresh=False, expand=True) as bar:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,16 +23,17 @@ from torch.utils.data import Dataset
 
 from paceline import env
 from paceline.checkpoint import Saved, Snapshot, Store, Writer
-from paceline.config import Execution, Identity, Recipe, as_dict
+from paceline.config import Execution, Identity, Recipe, Resume, as_dict
 from paceline.data.loader import Loader
 from paceline.data.order import Plan
-from paceline.determinism import autocast, configure_process, digest, resolve_device, seed_by, tensor_digest
+from paceline.determinism import autocast, combined, configure_process, resolve_device, seed_by, tensor_digest
 from paceline.errors import CheckpointError, ConfigError, TeamError, UsageError
 from paceline.events import EventLog, Sink
 from paceline.lanes import lanes_of
+from paceline.metrics import LaneMetrics, add, divided
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
-from paceline.reduction.tree import total
+from paceline.run_dir import prepare_run_dir
 from paceline.step import Done, Policy, Signals, Step
 from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.tracked import Tracked
@@ -40,7 +41,6 @@ from paceline.tracked import Tracked
 __all__ = ["Run"]
 
 T = TypeVar("T")
-Resume = Literal["auto", "never", "must"]
 
 
 class Run:
@@ -95,6 +95,8 @@ class Run:
             else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s)
         )
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
+        if self.run_dir is not None:
+            self._claim(self.run_dir, resume)
         self.events = EventLog(
             self.run_dir / "events.jsonl" if self.run_dir and self.is_main else None, sinks if self.is_main else ()
         )
@@ -113,7 +115,8 @@ class Run:
                 self.run_dir / "checkpoints", keep=self.execution.keep, keep_best=self.execution.keep_best
             )
             if self.is_main:
-                self._writer = Writer(self._store)
+                # A disk that hangs is this worker's error before the others' wait for it is theirs.
+                self._writer = Writer(self._store, timeout_s=self.execution.timeout_s / 2)
 
     @property
     def rank(self) -> int:
@@ -253,7 +256,7 @@ class Run:
         modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
         samples = len(dataset)  # type: ignore[arg-type]
         lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
-        mine: dict[int, dict[str, tuple[float, float]]] = {}
+        mine: LaneMetrics = {}
         for part, _ in modes:
             part.training = False
         try:
@@ -262,29 +265,12 @@ class Run:
                     samples, self.recipe.micro_batch, lanes, self.recipe.lanes
                 ):
                     seed_by(self.recipe.seed, "evaluate", number)
-                    sums = mine.setdefault(lane, {})
-                    for name, (value, weight) in metrics(batch).items():
-                        before = sums.get(name, (0.0, 0.0))
-                        sums[name] = (before[0] + float(value), before[1] + float(weight))
+                    add(mine, lane, metrics(batch))
         finally:
             for part, mode in modes:
                 part.training = mode
-        by_lane: dict[int, dict[str, tuple[float, float]]] = {}
-        for theirs in self.team.gather(mine):
-            by_lane |= theirs
-        rows = [by_lane.get(lane, {}) for lane in range(self.recipe.lanes)]
-        scores = {}
-        for name in sorted({name for row in rows for name in row}):
-            pairs = [row.get(name, (0.0, 0.0)) for row in rows]
-            weight = total([weight for _, weight in pairs])
-            if not weight:
-                raise UsageError(
-                    f"cannot divide the metric {name}",
-                    found="a weight of 0 over all samples",
-                    needed="a weight above 0",
-                    fix="Return each metric as (sum, number of samples or tokens in it)",
-                )
-            scores[name] = total([value for value, _ in pairs]) / weight
+            seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
+        scores = divided(self.team.gather(mine), self.recipe.lanes)
         self._metrics |= scores
         return scores
 
@@ -325,19 +311,24 @@ class Run:
         """Digest of everything tracked: 32 hexadecimal digits. Collective.
 
         Raises:
-            TeamError: the workers' states differ.
+            UsageError: the workers' states differ.
         """
         self._begin()
-        mine = digest(self._tracked.tensors())
-        everyone = self.team.gather(mine)
+        return self._agreed_digest()[0]
+
+    def _agreed_digest(self) -> tuple[str, dict[str, str]]:
+        """The digest of all that is tracked, the same on all workers, and each tensor's."""
+        tensors = {name: tensor_digest(name, tensor) for name, tensor in self._tracked.tensors().items()}
+        whole = combined(tensors)
+        everyone = self.team.gather(whole)
         if len(set(everyone)) > 1:
-            raise TeamError(
+            raise UsageError(
                 "the workers' states differ",
                 found=", ".join(f"worker {rank}: {value[:12]}" for rank, value in enumerate(everyone)),
                 needed="one digest",
                 fix="State that a step changes must be tracked, and changed alike on every worker",
             )
-        return mine
+        return whole, tensors
 
     def request_stop(self, exit_code: int) -> None:
         """Asks the whole team to save and stop after the step at work. Safe in a signal handler; not collective."""
@@ -345,10 +336,10 @@ class Run:
 
     def close(self) -> None:
         """Ends the run's threads and leaves the team."""
-        if self._writer is not None:
-            self._writer.close()
-        self.events.close()
-        self.team.close()
+        try:
+            self._close_files()
+        finally:
+            self.team.close()
 
     def __enter__(self) -> Run:
         return self
@@ -358,9 +349,26 @@ class Run:
             self.close()
             return
         # Leaving the team in order would wait for workers that may be waiting for this one: they see it end instead.
-        if self._writer is not None:
-            self._writer.close()
-        self.events.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self.events.close()
+
+    def _claim(self, run_dir: Path, resume: Resume) -> None:
+        """Worker 0 looks at the run directory; all go on, or none."""
+        refusal: ConfigError | None = None
+        if self.is_main:
+            try:
+                prepare_run_dir(run_dir, resume)
+            except ConfigError as error:
+                refusal = error
+        if any(self.team.gather(refusal is not None)):
+            self.team.close()
+            raise refusal or TeamError("worker 0 refused the run directory", fix="See its error")
 
     @property
     def identity(self) -> Identity:
@@ -441,15 +449,9 @@ class Run:
         every = self.execution.digest_every
         if every is None or done.step % every:
             return
-        whole = self.digest()
-        if self.is_main:
-            self.events.emit(
-                "digest",
-                step=done.step,
-                digest=whole,
-                lanes=[loss.hex() for loss in done.lane_losses],
-                tensors={name: tensor_digest(name, tensor) for name, tensor in self._tracked.tensors().items()},
-            )
+        whole, tensors = self._agreed_digest()
+        lanes = [loss.hex() for loss in done.lane_losses]
+        self.events.emit("digest", step=done.step, digest=whole, lanes=lanes, tensors=tensors)
 
     def _signals(self) -> Signals:
         return Signals(stop=self._stop_requested, save_failed=self._save_failed())

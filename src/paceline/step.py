@@ -99,7 +99,7 @@ class Step:
         self._phase: Literal["new", "batch", "between", "reduced", "updated"] = "new"
         self._row, self._last = 0, False
         self._table: list[list[float]] = []
-        self._ballot: list[int] = []
+        self._stop, self._save_failed = 0, False
         self._grad_norm: float | None = None
         self._lr: float | None = None
         self._skipped = False
@@ -151,32 +151,40 @@ class Step:
         self._phase = "between"
 
     def update(
-        self, optimizer: torch.optim.Optimizer, *, lr: float | None = None, max_norm: float | None = None
+        self, *optimizers: torch.optim.Optimizer, lr: float | None = None, max_norm: float | None = None
     ) -> None:
-        """Clips once, decides with all workers whether the step counts, and steps ``optimizer``.
+        """Clips once, decides with all workers whether the step counts, and steps the optimizers; once in a step.
+
+        A step that does not count leaves no trace: neither in parameters nor in buffers such as running statistics.
 
         Args:
+            optimizers: all that this step updates: one norm, one decision for all of them.
             lr: learning rate of every parameter group from now on; ``None`` leaves them.
-            max_norm: clip the global norm of the optimizer's gradients to this; ``None``: no clipping.
+            max_norm: clip the global norm of the optimizers' gradients to this; ``None``: no clipping.
 
         Raises:
             NonFiniteError: on every worker, when a loss or the norm is not finite and the recipe says ``raise``.
             UsageError: the loop over the step has not ended, or a parameter's gradient is this worker's alone.
         """
-        if self._phase not in ("reduced", "updated"):
-            self._expect("reduced", "call step.update here", "the loop over the step to end first")
+        self._expect("reduced", "call step.update here", "one call, after the loop over the step, with all optimizers")
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if not groups:
+            raise UsageError("cannot update", found="no optimizer", needed="step.update(optimizer)")
         self._phase = "updated"
         if lr is not None:
-            for group in optimizer.param_groups:
+            for group in groups:
                 group["lr"] = lr
-        self._lr = float(optimizer.param_groups[0]["lr"])
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._lr = float(groups[0]["lr"])
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         self._refuse_unreduced(parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._grad_norm = float(norm)
-        if self._decide():
-            if max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        if not self._decide():
+            self._buffers.restore()
+            return
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for optimizer in optimizers:
             optimizer.step()
 
     def done(self) -> Done:
@@ -199,8 +207,8 @@ class Step:
             samples=min(self._plan.batch, self._plan.epoch_samples - epoch_step * self._plan.batch),
             weight=weight,
             lane_losses=losses,
-            stop=self._ballot[0],
-            save_failed=bool(self._ballot[1]),
+            stop=self._stop,
+            save_failed=self._save_failed,
         )
 
     def _reduce(self) -> None:
@@ -212,8 +220,9 @@ class Step:
             device=self._team.device,
         )
         ballot = self._team.submit(lambda: self._team.all_gather(mine)).wait().amax(0).cpu()
-        self._ballot = ballot[:3].tolist()
-        if self._ballot[2]:
+        self._stop, save_failed, buffers_changed = ballot[:3].tolist()
+        self._save_failed = bool(save_failed)
+        if buffers_changed:
             self._buffers.finish(self._team, self._plan.lanes)
         self._reducer.drop_unused(ballot[3:].bool())
         self._table = table.tolist()

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 from paceline import env
 from paceline.config import Execution, Recipe
@@ -35,14 +35,12 @@ from paceline.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
-    ConfigError,
     PacelineError,
     TeamError,
 )
+from paceline.run_dir import replace_text
 
-__all__ = ["Resume", "prepare_run_dir", "report", "resolve_workers", "supervise"]
-
-Resume = Literal["auto", "never", "must"]
+__all__ = ["report", "resolve_workers", "supervise"]
 
 _GRACE_S = 3.0
 """After a failure the other workers have this long to end by themselves and say so."""
@@ -75,46 +73,6 @@ def resolve_workers(recipe: Recipe, execution: Execution) -> int:
     return max(1, min(len(os.sched_getaffinity(0)) // 2, recipe.lanes))
 
 
-def prepare_run_dir(path: Path, resume: Resume) -> None:
-    """Makes the run directory, or refuses it. Called once per start, before anything is written there.
-
-    Raises:
-        ConfigError: a run is there already and ``resume`` is ``never``; there is none and it is ``must``; or nothing
-            can be written there.
-    """
-    if resume == "must" and not any((path / "checkpoints").glob("step-*")):
-        raise ConfigError(
-            "cannot resume",
-            found=f"no checkpoint in {path}",
-            needed="one, for --resume must",
-            fix="Use --resume auto to start afresh where there is none",
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-        there = sorted(entry.name for entry in path.iterdir() if _counts(entry))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use the run directory {path}",
-            found=error.strerror,
-            needed="a directory that can be written",
-            fix="Choose another with --run-dir",
-        ) from None
-    if resume == "never" and there:
-        raise ConfigError(
-            f"cannot start a run in {path}",
-            found=f"{', '.join(there[:3])}{', ...' if len(there) > 3 else ''} there",
-            needed="an empty directory",
-            fix="Go on with that run by --resume, or choose another directory with --run-dir",
-        )
-
-
-def _counts(entry: Path) -> bool:
-    """Not what a start that failed before its first step leaves behind."""
-    return entry.name != "workers.json" and (entry.is_dir() or entry.stat().st_size > 0)
-
-
 def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
     """Tells the supervisor, or standard error where there is none, why this worker ends. Returns its exit code.
 
@@ -134,7 +92,7 @@ def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
         text = told["traceback"] if kind == "exception" else f"error: {error}"
         print(f"paceline: worker {rank}: {text}", file=sys.stderr, flush=True)
     else:
-        _write_json(report_dir / f"worker-{rank}.json", told)
+        replace_text(report_dir / f"worker-{rank}.json", json.dumps(told))
     return exit_code
 
 
@@ -157,7 +115,7 @@ def supervise(command: Sequence[str], workers: int, *, record: Path | None = Non
             team.start(rank, command, env.for_worker(rank, workers, port=port, report_dir=report_dir))
         if record is not None:
             pids = [{"rank": rank, "pid": worker.pid} for rank, worker in enumerate(team.processes)]
-            _write_json(record, {"generation": 0, "workers": pids})
+            replace_text(record, json.dumps({"generation": 0, "workers": pids}) + "\n")
         team.wait()
         return _conclude(team.endings())
 
@@ -364,9 +322,3 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
             time.sleep(_POLL_S)
             os.killpg(process.pid, 0)
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(json.dumps(value) + "\n", encoding="utf-8")
-    part.replace(path)

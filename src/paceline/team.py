@@ -206,6 +206,7 @@ class TorchTeam(Team):
             # A restarted launch meets the same store again: its keys must not be the last attempt's.
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
+                device_id=device if device.type == "cuda" else None,
                 store=dist.PrefixStore(f"paceline/{env.restarts}", store),  # type: ignore[attr-defined]
                 rank=env.rank,
                 world_size=env.world_size,

@@ -82,6 +82,16 @@ class Tracked:
             digests = team.gather({key: tensor_digest(key, value) for key, value in state.items()})
             if any(theirs != digests[0] for theirs in digests):
                 team.broadcast(list(state.values()))
+        for name in sorted(self._objects.keys() - self.modules.keys()):
+            states = team.gather(_fingerprint(self._objects[name].state_dict()))
+            others = [rank for rank, theirs in enumerate(states) if theirs != states[0]]
+            if others:
+                raise UsageError(
+                    f"cannot track {name}",
+                    found=f"another state on worker {others[0]} than on worker 0",
+                    needed="the same state on every worker",
+                    fix="Make it without looking at the rank",
+                )
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of these objects must match: names, shapes, optimizer settings as at the start."""
@@ -126,6 +136,17 @@ class Tracked:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:
     return {key: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for key, value in state.items()}
+
+
+def _fingerprint(state: Any) -> str:
+    """Equal for equal states: tensors by digest, all else as it prints."""
+    if isinstance(state, Tensor):
+        return tensor_digest("", state)
+    if isinstance(state, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_fingerprint(value)}' for key, value in state.items())}}}"
+    if isinstance(state, list | tuple):
+        return f"[{', '.join(map(_fingerprint, state))}]"
+    return repr(state)
 
 
 def _check_architecture(name: str, shapes: list[dict[str, str]]) -> None:

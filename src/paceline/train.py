@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from paceline.config import Execution, Recipe
+from paceline.config import Execution, Recipe, Resume
 from paceline.determinism import compile_blocks, seed_by
-from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from paceline.events import Sink
+from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, UsageError, did_you_mean
+from paceline.events import Sink, warn
 from paceline.optim import build_optimizer, learning_rate
-from paceline.run import Resume, Run
+from paceline.run import Run
+from paceline.run_dir import replace_text
 from paceline.step import Done, Step
 from paceline.tasks import Task
 
@@ -47,12 +48,13 @@ def train(
     about = {**(about or {}), "data": task.fingerprint()}
     with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, _obeying_signals(run):
         seed_by(recipe.seed, "model")
-        model = task.build_model().to(run.device)
+        model = _checked_model(task).to(run.device)
         optimizer = build_optimizer(model, recipe.optimizer)
         if recipe.compile:
             compile_blocks(model)
         run.track(model=model, optimizer=optimizer)
         data = task.train_data()
+        _check_samples(task, "train_data", data)
         steps = run.length(data)
         reporter = _Reporter(run, task, model, steps)
 
@@ -71,6 +73,45 @@ def train(
         return reporter.finish()
 
 
+def _checked_model(task: Task) -> nn.Module:
+    """The task's model, of a kind that can be trained."""
+    model = task.build_model()
+    maker = f"{type(task).__name__}.build_model"
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"cannot train what {maker} returns", found=_kind(model), needed="a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UsageError(
+                f"cannot train what {maker} returns",
+                found=f"{name}, a lazy parameter without a shape",
+                needed="parameters that all workers can compare before the first step",
+                fix="Give the module its sizes, or call the model once in build_model",
+            )
+        if parameter.is_complex():
+            raise UsageError(
+                f"cannot train what {maker} returns",
+                found=f"{name}, a parameter of {parameter.dtype}",
+                needed="real parameters",
+                fix="Hold the real and the imaginary part, and join them in forward by torch.view_as_complex",
+            )
+    return model
+
+
+def _check_samples(task: Task, name: str, data: object) -> None:
+    """Raises `UsageError` unless ``data`` is a dataset whose samples have numbers."""
+    if not (hasattr(type(data), "__len__") and hasattr(type(data), "__getitem__")):
+        raise UsageError(
+            f"cannot take what {type(task).__name__}.{name} returns",
+            found=_kind(data),
+            needed="a map-style dataset, with __len__ and __getitem__: samples are dealt by number",
+            fix="Give the samples numbers; a stream can be written to a file first",
+        )
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"an object of {type(value).__qualname__}"
+
+
 class _Reporter:
     """What a run tells: losses and speed by cadence, held-out metrics, and in the end its result."""
 
@@ -78,6 +119,15 @@ class _Reporter:
         self._run, self._task, self._model, self._steps = run, task, model, steps
         self._last = min(steps, run.execution.stop_at or steps)
         self._held_out = task.valid_data()
+        if self._held_out is not None:
+            _check_samples(task, "valid_data", self._held_out)
+        elif run.execution.keep_best is not None:
+            raise ConfigError(
+                "cannot keep the best checkpoint",
+                found=f"keep_best={run.execution.keep_best!r}, and no held-out data",
+                needed="held-out data to measure it on",
+                fix="Leave out execution.keep_best, or prepare data with a held-out part",
+            )
         self._known: dict[str, Any] = {}
         self._begun, self._samples = time.perf_counter(), 0
 
@@ -110,6 +160,9 @@ class _Reporter:
         scores = self._run.evaluate(self._held_out, self._measure, collate=self._task.collate)
         scores |= self._task.derive(scores, "valid")
         self._run.note_metrics(scores)
+        best = self._run.execution.keep_best
+        if best is not None and best not in scores and self._run.is_main:
+            warn(f"execution.keep_best keeps nothing: found no metric {best!r}. {did_you_mean(best, scores)}")
         self._run.events.emit("evaluate", step=done.step, seconds=time.perf_counter() - begun, **scores)
         self._restart_clock()
 
@@ -123,9 +176,7 @@ class _Reporter:
         result |= {"loss": None, "tokens_per_s": None, **self._before(), **self._known, "workers": run.world_size}
         run.events.emit("end", **result)
         if run.run_dir is not None and run.is_main:
-            part = run.run_dir / "result.json.tmp"
-            part.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-            part.replace(run.run_dir / "result.json")
+            replace_text(run.run_dir / "result.json", json.dumps(result, indent=2) + "\n")
         return code
 
     def _before(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.lanes import check_batch, driver_of, lanes_of, micro_steps
+from paceline.lanes import check_batch, lanes_of
 
 LANES_AND_WORKERS = st.integers(1, 200).flatmap(lambda lanes: st.tuples(st.just(lanes), st.integers(1, lanes)))
 
@@ -20,13 +20,6 @@ def test_every_lane_has_one_driver_and_every_worker_a_lane(lanes_and_workers: tu
     sizes = {len(some) for some in dealt}
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
-
-
-@given(LANES_AND_WORKERS)
-def test_driver_of_is_the_inverse_of_lanes_of(lanes_and_workers: tuple[int, int]) -> None:
-    lanes, workers = lanes_and_workers
-    for lane in range(lanes):
-        assert lane in lanes_of(driver_of(lane, workers, lanes), workers, lanes)
 
 
 @pytest.mark.parametrize(("rank", "workers"), [(0, 9), (0, 0), (3, 3), (-1, 3)])
@@ -48,8 +41,3 @@ def test_the_batches_that_an_error_offers_work_and_are_the_nearest(batch: int, m
     for other in offered:
         check_batch(other, micro_batch, lanes)
         assert abs(other - batch) < unit
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-def test_micro_steps_undo_the_product(steps: int, micro_batch: int, lanes: int) -> None:
-    assert micro_steps(steps * micro_batch * lanes, micro_batch, lanes) == steps

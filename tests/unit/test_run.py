@@ -227,14 +227,17 @@ def test_tracking_mistakes() -> None:
 
 
 def test_resume_must_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
-    with Run(RECIPE, execution(tmp_path), resume="must") as run, pytest.raises(CheckpointError, match="no checkpoint"):
-        Trained(run).steps()
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        Run(RECIPE, execution(tmp_path), resume="must")
     assert train(how=execution(tmp_path), resume="auto")[0] == train()[0]
 
 
-def test_resume_never_starts_afresh_beside_old_checkpoints(tmp_path: Path) -> None:
-    expected, done = train(how=execution(tmp_path))
-    assert train(how=execution(tmp_path), resume="never") == (expected, done)
+def test_resume_never_refuses_a_directory_with_a_run(tmp_path: Path) -> None:
+    train(how=execution(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="cannot start a run"):
+        Run(RECIPE, execution(tmp_path), resume="never")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.config import Execution, Recipe
+from paceline.config import Execution, Recipe, Resume
 from paceline.determinism import seed_by
 from paceline.events import Sink
 from paceline.progress import TensorBoard
-from paceline.run import Resume, Run
+from paceline.run import Run
 from paceline.step import Step
 from paceline.tasks import Language, Task
 from paceline.train import train

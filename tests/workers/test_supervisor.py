@@ -20,7 +20,8 @@ import pytest
 from paceline import env, supervisor
 from paceline.config import Execution, Recipe
 from paceline.errors import ConfigError
-from paceline.supervisor import prepare_run_dir, resolve_workers, supervise
+from paceline.run_dir import prepare_run_dir
+from paceline.supervisor import resolve_workers, supervise
 
 DEADLINE_S = 15.0
 PROLOGUE = """

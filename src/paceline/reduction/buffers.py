@@ -50,6 +50,12 @@ class LaneBuffers:
                 buffer.copy_(self._start[name])
         self._changed[lane] = changed
 
+    def restore(self) -> None:
+        """Puts back what the step started from: it does not count."""
+        for name, buffer in self._current().items():
+            if not _same_bytes(buffer, self._start[name]):
+                buffer.copy_(self._start[name])
+
     @property
     def changed(self) -> bool:
         """Whether a lane of this worker changed a buffer. When one of any worker did, all must call `finish`."""

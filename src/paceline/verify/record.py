@@ -36,6 +36,7 @@ import torch
 from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.checkpoint.manifest import parse as parse_manifest
 from paceline.errors import PacelineError
+from paceline.run_dir import replace_text
 from paceline.verify.runs import Variation
 
 __all__ = ["write"]
@@ -78,9 +79,7 @@ def write(path: Path, variations: Sequence[Variation]) -> None:
             for variation in variations
         ],
     }
-    part = path.with_name(path.name + ".tmp")
-    part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    replace_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def _machine(manifest: Manifest) -> dict[str, Any]:
