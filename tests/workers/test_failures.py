@@ -100,7 +100,7 @@ def test_another_architecture_on_one_worker_is_named_by_its_first_parameter(pool
 
 def test_states_that_drifted_apart_are_found_by_the_digest(pool: Pool) -> None:
     for outcome in pool.attempt(jobs.differ_in_untracked_ways, LONG, workers=2):
-        assert outcome.error == "TeamError"
+        assert outcome.error == "UsageError"
         assert "the workers' states differ" in outcome.message
 
 
