@@ -38,7 +38,6 @@ MAY_IMPORT = {
     "data": "errors config lanes determinism",
     "reduction": "errors lanes determinism team",
     "metrics": "errors reduction",
-    "metrics": "errors reduction",
     "checkpoint": "errors config",
     "progress": "errors events",
     "tasks": "errors config models data metrics optim",
