@@ -34,6 +34,10 @@ __all__ = ["Outcome", "Pool", "WorkersFailedError"]
 PRELOAD = ["torch", "torch._dynamo", "paceline.train"]
 
 
+COMPILERS = ("tqdm_monitor", "ThreadPoolExecutor-")
+"""Threads that torch's compiler keeps; Paceline starts none of these names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a job ended on one worker.
@@ -227,7 +231,8 @@ def _leaks() -> list[str]:
 
     deadline = time.monotonic() + 2
     while True:
-        leaks = [f"thread {thread.name}" for thread in threading.enumerate() if thread is not threading.main_thread()]
+        threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        leaks = [f"thread {name}" for name in threads if not name.startswith(COMPILERS)]
         leaks += [f"process {child.pid}" for child in psutil.Process().children()]
         leaks += ["a process group"] if distributed.is_initialized() else []
         if not leaks or time.monotonic() > deadline:

@@ -155,12 +155,11 @@ def test_compiling_by_blocks_keeps_keys_and_attributes(monkeypatch: pytest.Monke
     monkeypatch.setattr(nn.Module, "compile", lambda self, **how: asked.append(how))
     import torch._dynamo
 
-    for name in ("fail_on_recompile_limit_hit", "recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
     model = nn.Sequential(nn.Linear(2, 2))
     model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     keys = list(model.state_dict())
-    compile_blocks(model)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=8):  # puts back what is set
+        compile_blocks(model)
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
     assert asked == [{"dynamic": False}, {"dynamic": False}]
     assert list(model.state_dict()) == keys
-    assert torch._dynamo.config.fail_on_recompile_limit_hit

@@ -65,14 +65,19 @@ def test_any_number_of_workers_gives_one_digest(pool: Pool, device: str, variant
         assert_same(pool.run(jobs.classify, recipe, execution(), workers=workers), expected)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])  # minutes of compiling
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_language_model_gives_one_digest(pool: Pool, device: str, tokens: str, precision: str) -> None:
-    recipe = recipe_of(device, precision=precision, batch=16, micro_batch=1, epochs=1)  # 53 samples: 5 in the last step
-    (expected,) = pool.run(jobs.language, tokens, recipe, execution(), workers=1)
+def test_a_language_model_gives_one_digest(
+    pool: Pool, device: str, tokens: str, precision: str, compiled: bool
+) -> None:
+    # 53 samples: 21 in the last step of an epoch, so that workers meet micro-batches of 1 and of 2 in other orders.
+    recipe = recipe_of(device, precision=precision, compile=compiled, batch=32, micro_batch=2)
+    (expected,) = pool.run(jobs.language, tokens, recipe, execution(), workers=1, deadline_s=600)
     assert expected["step"] == 4
     assert len(set(expected["losses"].values())) == 4
     for workers in WORKERS[1:]:
-        assert_same(pool.run(jobs.language, tokens, recipe, execution(), workers=workers), expected)
+        results = pool.run(jobs.language, tokens, recipe, execution(), workers=workers, deadline_s=600)
+        assert_same(results, expected)
 
 
 def test_other_recipes_give_other_bits(pool: Pool, device: str) -> None:
