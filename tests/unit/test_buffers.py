@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from paceline.errors import UsageError
 from teamwork import Seen, Setup, plan_of, same_bytes, work_in_threads
 
 SIZES = [(3, 2), (3, 3), (5, 4), (6, 1), (8, 2), (8, 3), (8, 8)]
@@ -140,3 +141,21 @@ def test_every_lane_starts_from_the_same_buffers() -> None:
     assert first == {0.0}
     assert len(second) == 1
     assert second != first
+
+
+class Late(nn.Module):
+    """Makes a buffer when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(1))
+        return x * self.scale
+
+
+def test_a_buffer_that_appears_in_a_forward_is_named() -> None:
+    with pytest.raises(UsageError, match=r"another set of buffers after lane 0: model\.seen"):
+        work_in_threads(1, Setup(model=Late(), plan=plan_of(8, 2), steps=1))

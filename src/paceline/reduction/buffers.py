@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.reduction.tree import fold
 from paceline.team import Team
 
@@ -42,9 +43,20 @@ class LaneBuffers:
         """Keeps what a lane that had data changed, and puts the start back for the next.
 
         Compares bytes: torch's batch norm does not count its writes in a buffer's version.
+
+        Raises:
+            UsageError: a buffer has come or gone.
         """
+        current = self._current()
+        if differing := sorted(current.keys() ^ self._start.keys()):
+            raise UsageError(
+                "cannot keep the lanes' buffers apart",
+                found=f"another set of buffers after lane {lane}: {', '.join(differing)}",
+                needed="the same before and after every forward",
+                fix="Register buffers when the module is made",
+            )
         changed: dict[str, Tensor] = {}
-        for name, buffer in self._current().items():
+        for name, buffer in current.items():
             if not _same_bytes(buffer, self._start[name]):
                 changed[name] = buffer.clone()
                 buffer.copy_(self._start[name])
