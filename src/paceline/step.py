@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -134,16 +134,12 @@ class Step:
             weight: how many those are; gradients are divided once by the weight of all lanes together.
 
         Raises:
-            UsageError: called outside the loop over the step, or twice in one turn of it.
+            UsageError: called outside the loop over the step, or twice in one turn of it; or a loss or weight that is
+                none.
         """
         self._expect("batch", "call step.backward here", "one call for each micro-batch, in the loop over the step")
-        if loss.dim() != 0:
-            raise UsageError(
-                "cannot run backward",
-                found=f"a loss of shape {tuple(loss.shape)}",
-                needed="a single number, summed over the micro-batch",
-                fix="Use reduction='sum', or loss.sum()",
-            )
+        _check_loss(loss)
+        _check_weight(weight)
         self._reducer.table[self._row, LOSS] += loss.detach()
         self._reducer.table[self._row, WEIGHT] += weight
         self._reducer.before_backward(last=self._last)
@@ -226,11 +222,13 @@ class Step:
             self._buffers.finish(self._team, self._plan.lanes)
         self._reducer.drop_unused(ballot[3:].bool())
         self._table = table.tolist()
-        if not total([row[WEIGHT] for row in self._table]):
+        weights = [row[WEIGHT] for row in self._table]
+        bad = [f"{weight} of lane {lane}" for lane, weight in enumerate(weights) if not 0 <= weight < math.inf]
+        if bad or not total(weights):
             raise UsageError(
                 f"cannot divide the gradients of step {self.number + 1}",
-                found="a weight of 0 over all lanes",
-                needed="a weight above 0",
+                found=f"a weight of {', '.join(bad) or '0 over all lanes'}",
+                needed="none below 0, and one above 0",
                 fix="Pass the number of samples or tokens as step.backward(loss, weight=...)",
             )
         self._phase = "reduced"
@@ -279,3 +277,33 @@ class Step:
 
 def _listed(lanes: Sequence[int]) -> str:
     return ", ".join(map(str, lanes))
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise UsageError(
+            "cannot run backward",
+            found="a loss without a gradient" if isinstance(loss, Tensor) else f"a loss of type {type(loss).__name__}",
+            needed="a tensor that was computed from the model's parameters",
+            fix="Leave out detach(), item() and no_grad() between the model and the loss",
+        )
+    if loss.dim() != 0:
+        raise UsageError(
+            "cannot run backward",
+            found=f"a loss of shape {tuple(loss.shape)}",
+            needed="a single number, summed over the micro-batch",
+            fix="Use reduction='sum', or loss.sum()",
+        )
+
+
+def _check_weight(weight: object) -> None:
+    """Its kind only: whether its value is sound shows when the lanes' weights are added, without a wait for a GPU."""
+    number = weight.dim() == 0 if isinstance(weight, Tensor) else isinstance(weight, SupportsFloat)
+    if not number:
+        shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"type {type(weight).__name__}"
+        raise UsageError(
+            "cannot run backward",
+            found=f"a weight of {shape}",
+            needed="a single number: how many samples or tokens the loss is a sum over",
+            fix="Pass step.backward(loss, weight=len(batch))",
+        )

@@ -61,7 +61,7 @@ def train(
         def train_step(step: Step) -> None:
             for batch in step:
                 with run.autocast():
-                    loss, weight = task.loss(model, batch)
+                    loss, weight = _pair(task, task.loss(model, batch))
                 step.backward(loss, weight=weight)
             lr = learning_rate(recipe.schedule, recipe.optimizer.lr, step.number, steps)
             step.update(optimizer, lr=lr, max_norm=recipe.max_norm)
@@ -106,6 +106,17 @@ def _check_samples(task: Task, name: str, data: object) -> None:
             needed="a map-style dataset, with __len__ and __getitem__: samples are dealt by number",
             fix="Give the samples numbers; a stream can be written to a file first",
         )
+
+
+def _pair(task: Task, returned: object) -> tuple[Any, Any]:
+    if not isinstance(returned, Sequence) or len(returned) != 2:
+        raise UsageError(
+            f"cannot take what {type(task).__name__}.loss returns",
+            found=f"{len(returned)} values" if isinstance(returned, Sequence) else _kind(returned),
+            needed="a pair: the loss summed over the micro-batch, and how many samples or tokens it is a sum over",
+            fix="Return loss.sum(), len(batch)",
+        )
+    return returned[0], returned[1]
 
 
 def _kind(value: object) -> str:
@@ -183,8 +194,11 @@ class _Reporter:
         """What ``result.json`` said of this very step: a resume with nothing left to do does not forget it."""
         run = self._run
         path = None if run.run_dir is None or not run.is_main else run.run_dir / "result.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
-        return {name: before[name] for name in ("loss", "tokens_per_s") if before.get("step") == run.position}
+        try:
+            before = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+            return {name: before[name] for name in ("loss", "tokens_per_s") if before.get("step") == run.position}
+        except (OSError, ValueError, LookupError, AttributeError):  # damaged: not worth a run that is done
+            return {}
 
     def _due(self, done: Done, every: int | None) -> bool:
         return done.step == self._last or (every is not None and done.step % every == 0)

@@ -288,7 +288,7 @@ def all_settings(draw: st.DrawFn) -> Settings:
     execution = Execution(
         workers=draw(st.integers(1, lanes)),
         checkpoint_every=draw(st.none() | positive),
-        bucket_mib=draw(some_float),
+        bucket_mib=draw(st.floats(1e-12, 1e9)),
         run_dir=draw(texts),
     )
     arguments = {

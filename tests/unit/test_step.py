@@ -378,9 +378,26 @@ def no_weight(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         step.backward(model(x_BF).sum(), weight=0)
 
 
+def passing(loss: Any = None, weight: Any = 1) -> Any:
+    """A train step that passes a loss or a weight which is none."""
+
+    def train_step(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x_BF, _ in step:
+            step.backward(model(x_BF).sum() if loss is None else loss, weight=weight)
+
+    return train_step
+
+
 @pytest.mark.parametrize(
     ("train_step", "says"),
     [
+        (passing(loss=3.0), "a loss of type float"),
+        (passing(loss=torch.tensor(3.0)), "a loss without a gradient"),
+        (passing(weight="many"), "a weight of type str"),
+        (passing(weight=None), "a weight of type NoneType"),
+        (passing(weight=torch.ones(2)), "a weight of shape (2,)"),
+        (passing(weight=-1), "a weight of -"),
+        (passing(weight=torch.tensor(float("nan"))), "a weight of nan of lane 0"),
         (twice_over, "a second time"),
         (no_backward, "a micro-batch without step.backward"),
         (backward_twice, "step.backward was called already"),
