@@ -22,8 +22,8 @@ def show(title: str) -> None:
 def call(*words: str) -> str:
     """Runs one command before the reader's eyes; its last line when it is captured."""
     print("$", " ".join(f"'{word}'" if " " in word else word for word in words), flush=True)
-    program = {"paceline": [sys.executable, "-m", "paceline"], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    command = [*program[words[0]], *words[1:]]
+    module = {"paceline": "paceline", "torchrun": "torch.distributed.run"}[words[0]]
+    command = [sys.executable, "-m", module, *words[1:]]
     if words[0] == "paceline":
         code = subprocess.run(command, cwd=ROOT).returncode
         if code:

@@ -29,7 +29,7 @@ def main() -> None:
     model = DistributedDataParallel(task.build_model())
     optimizer = build_optimizer(model, recipe.optimizer)
     data = task.train_data()
-    sampler = DistributedSampler(data, seed=recipe.seed)
+    sampler: DistributedSampler[object] = DistributedSampler(data, seed=recipe.seed)
     loader = DataLoader(data, batch_size=recipe.batch // dist.get_world_size(), sampler=sampler)
 
     assert recipe.steps is not None

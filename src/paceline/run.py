@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from paceline import env
 from paceline.checkpoint import Saved, Snapshot, Store, Writer
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
-from paceline.data.loader import Loader
+from paceline.data.loader import Loader, sample_count
 from paceline.data.order import Plan
 from paceline.determinism import autocast, combined, configure_process, resolve_device, seed_by, tensor_digest
 from paceline.errors import CheckpointError, ConfigError, TeamError, UsageError
@@ -160,7 +160,7 @@ class Run:
         if self.recipe.steps is not None:
             return self.recipe.steps
         assert self.recipe.epochs is not None
-        return self.recipe.epochs * Plan.of(self.recipe, len(dataset)).steps_per_epoch  # type: ignore[arg-type]
+        return self.recipe.epochs * Plan.of(self.recipe, sample_count(dataset)).steps_per_epoch
 
     def autocast(self) -> AbstractContextManager[None]:
         """A context manager: the recipe's precision, for the forward pass."""
@@ -188,7 +188,7 @@ class Run:
             NonFiniteError: a loss or gradient is not finite, and the recipe says ``raise``.
         """
         self._begin()
-        plan = Plan.of(self.recipe, len(dataset))  # type: ignore[arg-type]
+        plan = Plan.of(self.recipe, sample_count(dataset))
         self._check_samples(plan.samples)
         end = min(self.length(dataset), self.execution.stop_at or self.length(dataset))
         reducer = Reducer(
@@ -254,7 +254,7 @@ class Run:
         """
         self._begin()
         modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
-        samples = len(dataset)  # type: ignore[arg-type]
+        samples = sample_count(dataset)
         lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
         mine: LaneMetrics = {}
         for part, _ in modes:

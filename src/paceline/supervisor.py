@@ -233,7 +233,7 @@ class _Workers:
 
 
 def _conclude(endings: Sequence[_Ending]) -> int:
-    """Shows the first failure, in the order of ``endings``, and returns the exit code of the whole."""
+    """Shows the first failure, in the order of ``endings``; returns the exit code of the whole, a documented one."""
     failed = [ending for ending in endings if ending.exit_code not in _STOPS]
     if not failed:
         return next((ending.exit_code for ending in endings if ending.exit_code != EXIT_DONE), EXIT_DONE)
@@ -257,7 +257,7 @@ def _conclude(endings: Sequence[_Ending]) -> int:
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a killed worker's progress display left the cursor hidden
     print("\n".join(lines), file=sys.stderr, flush=True)
-    return first.exit_code if first.exit_code > 0 else EXIT_FAILED
+    return int(told["exit_code"]) if told else EXIT_FAILED
 
 
 def _unreported(ending: _Ending) -> PacelineError:

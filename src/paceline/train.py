@@ -54,7 +54,6 @@ def train(
             compile_blocks(model)
         run.track(model=model, optimizer=optimizer)
         data = task.train_data()
-        _check_samples(task, "train_data", data)
         steps = run.length(data)
         reporter = _Reporter(run, task, model, steps)
 
@@ -97,17 +96,6 @@ def _checked_model(task: Task) -> nn.Module:
     return model
 
 
-def _check_samples(task: Task, name: str, data: object) -> None:
-    """Raises `UsageError` unless ``data`` is a dataset whose samples have numbers."""
-    if not (hasattr(type(data), "__len__") and hasattr(type(data), "__getitem__")):
-        raise UsageError(
-            f"cannot take what {type(task).__name__}.{name} returns",
-            found=_kind(data),
-            needed="a map-style dataset, with __len__ and __getitem__: samples are dealt by number",
-            fix="Give the samples numbers; a stream can be written to a file first",
-        )
-
-
 def _pair(task: Task, returned: object) -> tuple[Any, Any]:
     if not isinstance(returned, Sequence) or len(returned) != 2:
         raise UsageError(
@@ -130,9 +118,7 @@ class _Reporter:
         self._run, self._task, self._model, self._steps = run, task, model, steps
         self._last = min(steps, run.execution.stop_at or steps)
         self._held_out = task.valid_data()
-        if self._held_out is not None:
-            _check_samples(task, "valid_data", self._held_out)
-        elif run.execution.keep_best is not None:
+        if self._held_out is None and run.execution.keep_best is not None:
             raise ConfigError(
                 "cannot keep the best checkpoint",
                 found=f"keep_best={run.execution.keep_best!r}, and no held-out data",

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.data.order import Plan
 from paceline.determinism import aligned, configure_thread, seed_by
+from paceline.errors import UsageError
 
-__all__ = ["Loader", "move"]
+__all__ = ["Loader", "move", "sample_count"]
 
 Index = tuple[int, int]
 """(epoch, sample): what the randomness of a sample is keyed by."""
@@ -51,6 +52,22 @@ class _Keyed(Dataset[Any]):
 
     def __getitem__(self, key: Index) -> Any:
         return self.__getitems__([key])[0]
+
+
+def sample_count(dataset: Dataset[Any]) -> int:
+    """``len(dataset)``.
+
+    Raises:
+        UsageError: its samples have no numbers.
+    """
+    if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
+        raise UsageError(
+            "cannot deal the samples",
+            found="None" if dataset is None else f"an object of {type(dataset).__qualname__}",
+            needed="a map-style dataset, with __len__ and __getitem__: samples are dealt by number",
+            fix="Give the samples numbers; a stream can be written to a file first",
+        )
+    return len(dataset)  # type: ignore[arg-type]
 
 
 class Loader:
