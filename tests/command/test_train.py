@@ -289,7 +289,7 @@ def test_an_exception_in_one_worker_is_shown_once_and_ends_all(place: Path) -> N
     assert ended.err.count("Traceback (most recent call last)") == 1
     assert ended.err.count("RuntimeError: sample 13 is bad") == 1
     assert 'mine.py", line' in ended.err
-    raised_at = float(ended.out.rpartition("raised at ")[2])
+    raised_at = float(ended.out.rpartition("raised at ")[2].split()[0])  # the other worker prints too
     assert ended.time - raised_at < 15, "seconds, not a timeout; this allows for a busy machine"
 
 
