@@ -40,7 +40,7 @@ def main() -> None:
     if (ROOT / CORPUS / "index.json").exists():
         print(f"{CORPUS} is there already")
     else:
-        call("paceline", "prepare", "python-stdlib", "--out", CORPUS)
+        call("paceline", "prepare", "python-stdlib", "--valid", "0.01", "--out", CORPUS)
 
     show("2. A small GPT, 2 workers")
     shutil.rmtree(ROOT / RUN, ignore_errors=True)
