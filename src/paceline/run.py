@@ -30,7 +30,7 @@ from paceline.determinism import autocast, combined, configure_process, resolve_
 from paceline.errors import CheckpointError, ConfigError, TeamError, UsageError
 from paceline.events import EventLog, Sink
 from paceline.lanes import lanes_of
-from paceline.metrics import LaneMetrics, add, divided
+from paceline.metrics import LaneMetrics, Metric, add, computed
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
 from paceline.run_dir import prepare_run_dir
@@ -233,24 +233,25 @@ class Run:
     def evaluate(
         self,
         dataset: Dataset[Any],
-        metrics: Callable[[Any], Mapping[str, tuple[Tensor | float, float]]],
+        metrics: Callable[[Any], Mapping[str, tuple[Tensor | float, float] | Metric]],
         *,
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> dict[str, float]:
-        """Every sample once, whatever the number of workers: sums and weights, divided once. Collective.
+    ) -> dict[str, Any]:
+        """Every sample once, whatever the number of workers: sums and counts, computed once. Collective.
 
         Tracked modules are in eval mode meanwhile, and no gradients are recorded.
 
         Args:
             dataset: map-style.
-            metrics: of one micro-batch, each as (sum, weight).
+            metrics: of one micro-batch, each as (sum, weight) or as one of `paceline.metrics`.
             collate: as in `steps`.
 
         Returns:
-            Each metric's global sum over its global weight.
+            Each metric over the whole dataset: of a pair its global sum over its global weight. Those that are single
+            numbers are noted in the checkpoint of this position.
 
         Raises:
-            UsageError: the global weight of a metric is 0.
+            UsageError: a metric of weight 0, of another kind in another micro-batch, or neither pair nor `Metric`.
         """
         self._begin()
         modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
@@ -270,8 +271,8 @@ class Run:
             for part, mode in modes:
                 part.training = mode
             seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
-        scores = divided(self.team.gather(mine), self.recipe.lanes)
-        self._metrics |= scores
+        scores = computed(self.team.gather(mine), self.recipe.lanes)
+        self._metrics |= {name: score for name, score in scores.items() if isinstance(score, float | int)}
         return scores
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
