@@ -35,6 +35,9 @@ class Optimizer:
     Args:
         class_path: any torch optimizer; a bare name is looked up in ``torch.optim``.
         lr: peak learning rate, the one that the schedule scales.
+        lr_scaling: how ``lr`` follows the recipe's batch. ``none``: not at all; ``linear``: times batch / base_batch;
+            ``sqrt``: times the root of that. The batch is the recipe's, so the number of workers never enters.
+        base_batch: the batch that ``lr`` was found for; with ``linear`` and ``sqrt`` only.
         weight_decay: applied to matrices and embeddings only, never to vectors (norms, biases). ``null`` leaves the
             optimizer's own default.
         betas: passed on when the optimizer takes them; ``null`` leaves its own default.
@@ -45,6 +48,8 @@ class Optimizer:
 
     class_path: str = "AdamW"
     lr: float = 1e-3
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    base_batch: int | None = None
     weight_decay: float | None = 0.1
     betas: tuple[float, float] | None = (0.9, 0.95)
     eps: float | None = None
@@ -53,6 +58,22 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         _require(self.lr >= 0, "optimizer.lr", self.lr, "a number >= 0", "Use lr: 1.0e-3")
+        _require(
+            self.base_batch is None or self.base_batch >= 1,
+            "optimizer.base_batch",
+            self.base_batch,
+            "a whole number >= 1",
+            "Use the batch that lr was found for",
+        )
+        if (self.lr_scaling == "none") != (self.base_batch is None):
+            raise ConfigError(
+                "cannot scale the learning rate",
+                found=f"lr_scaling={self.lr_scaling}, base_batch={self.base_batch}",
+                needed="both lr_scaling and base_batch, or neither",
+                fix="Set optimizer.base_batch to the batch that lr was found for"
+                if self.base_batch is None
+                else "Set optimizer.lr_scaling to linear or sqrt, or leave out base_batch",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +125,8 @@ class Recipe:
         device: ``cpu``, ``cuda``, or ``auto``: cuda where there is one. The resolved value is recorded.
         threads: torch threads of each worker; sums inside an operator can depend on them.
         gradients: ``exact``: a fixed tree over lanes; ``allreduce``: the backend's own sum, bits move with workers.
+        compress: how gradients travel: ``none``: as they are; ``bf16``: half the bytes, with 8 significant bits, and
+            added up so. With ``gradients: allreduce`` only.
         init_from: run directory whose weights the run starts from.
     """
 
@@ -125,6 +148,7 @@ class Recipe:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     gradients: Literal["exact", "allreduce"] = "exact"
+    compress: Literal["none", "bf16"] = "none"
     init_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -150,6 +174,13 @@ class Recipe:
             "a number > 0",
             "Use null for no clipping",
         )
+        if self.compress != "none" and self.gradients != "allreduce":
+            raise ConfigError(
+                "cannot compress the exchange",
+                found=f"compress={self.compress}, gradients={self.gradients}",
+                needed="gradients: allreduce, since rounded sums depend on the workers",
+                fix="Set recipe.gradients: allreduce, or leave out recipe.compress",
+            )
         check_batch(self.batch, self.micro_batch, self.lanes)
 
 
@@ -168,6 +199,7 @@ class Execution:
         log_every: steps between progress lines.
         digest_every: steps between digests of the whole state in the run log, with each tensor's; for `verify`.
         bucket_mib: size of one exchange in MiB.
+        overlap: exchange gradients while the last backward still runs; ``false``: only after it has ended.
         stop_at: stop after this step, leaving the schedule as it is.
         run_dir: where the run lives; default ``runs/<config name>``.
         tensorboard: also write scalars for TensorBoard to ``<run_dir>/tensorboard``.
@@ -184,6 +216,7 @@ class Execution:
     log_every: int = 10
     digest_every: int | None = None
     bucket_mib: float = 16.0
+    overlap: bool = True
     stop_at: int | None = None
     run_dir: str | None = None
     tensorboard: bool = False

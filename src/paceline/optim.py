@@ -1,11 +1,11 @@
-"""The optimizer from its settings, and the learning rate as a function of the step."""
+"""The optimizer from its settings; the learning rate as a function of the batch and of the step."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,12 +13,12 @@ from torch import nn
 from paceline.config import Optimizer, Schedule
 from paceline.errors import ConfigError, did_you_mean
 
-__all__ = ["build_optimizer", "learning_rate"]
+__all__ = ["build_optimizer", "learning_rate", "peak_lr", "scaled_lr"]
 
 _OWN_FIELDS = ("lr", "weight_decay", "betas", "eps", "fused")
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, settings: Optimizer, *, batch: int | None = None) -> torch.optim.Optimizer:
     """The optimizer of the parameters of ``model`` that require a gradient.
 
     Two groups: matrices and larger (embeddings among them) decay, vectors (norms, biases) do not, since shrinking a
@@ -26,8 +26,12 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     ``betas``, ``eps`` and ``fused`` are preferences: they go to optimizers that have such an argument. A weight decay
     must be taken: an optimizer without it needs ``weight_decay: null``.
 
+    Args:
+        batch: samples of one step, to which ``settings.lr_scaling`` scales the learning rate; needed for that only.
+
     Raises:
-        ConfigError: an unknown class or argument (the nearest name is given), or a refusal by the optimizer itself.
+        ConfigError: an unknown class or argument (the nearest name is given), a learning rate that scales with a batch
+            that is not given, or a refusal by the optimizer itself.
 
     >>> optimizer = build_optimizer(nn.Linear(2, 2), Optimizer(lr=0.1))
     >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
@@ -36,6 +40,8 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     optimizer_class = _find(settings.class_path)
     accepted = set(inspect.signature(optimizer_class).parameters) - {"params", "args", "kwargs"}
     arguments = _arguments(settings, accepted)
+    if "lr" in accepted:
+        arguments["lr"] = peak_lr(settings, batch)
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
@@ -112,6 +118,60 @@ def _arguments(settings: Optimizer, accepted: set[str]) -> dict[str, Any]:
         )
     own: dict[str, Any] = {name: getattr(settings, name) for name in _OWN_FIELDS}
     return {name: value for name, value in own.items() if name in accepted and value is not None} | settings.init_args
+
+
+def scaled_lr(lr: float, *, batch: int, base_batch: int, rule: Literal["none", "linear", "sqrt"]) -> float:
+    """The learning rate for ``batch`` samples a step, from one that was found for ``base_batch``.
+
+    ``linear``: k times the samples, k times the rate (Goyal et al. 2017, arXiv:1706.02677, section 2.1: SGD, with a
+    warm-up). ``sqrt``: the root of k times the rate, which keeps the variance of an update (Krizhevsky 2014,
+    arXiv:1404.5997). ``none``: as it is. These are rules of thumb: chosen and logged, never applied unasked.
+
+    With a fixed recipe nothing needs scaling when the number of workers changes: the batch of a step stays the same.
+
+    Args:
+        lr: learning rate at ``base_batch``.
+        batch: samples of one step, of all workers together.
+        base_batch: the batch that ``lr`` was found for.
+
+    Raises:
+        ConfigError: a batch below 1, or another rule.
+
+    >>> [scaled_lr(1e-3, batch=256, base_batch=64, rule=rule) for rule in ("none", "linear", "sqrt")]
+    [0.001, 0.004, 0.002]
+    """
+    if batch < 1 or base_batch < 1:
+        raise ConfigError(
+            "cannot scale the learning rate",
+            found=f"batch={batch}, base_batch={base_batch}",
+            needed="whole numbers >= 1",
+            fix="Pass the samples of one step, of all workers together",
+        )
+    factors = {"none": 1.0, "linear": batch / base_batch, "sqrt": math.sqrt(batch / base_batch)}
+    if rule not in factors:
+        raise ConfigError("cannot scale the learning rate", found=f"rule={rule!r}", fix=did_you_mean(rule, factors))
+    return lr * factors[rule]
+
+
+def peak_lr(settings: Optimizer, batch: int | None) -> float:
+    """The learning rate of a run with ``batch`` samples a step, at the peak of its schedule.
+
+    Raises:
+        ConfigError: it scales with the batch, and ``batch`` is ``None``.
+
+    >>> peak_lr(Optimizer(lr=0.1, lr_scaling="linear", base_batch=64), 256)
+    0.4
+    """
+    if settings.base_batch is None:
+        return settings.lr
+    if batch is None:
+        raise ConfigError(
+            "cannot scale the learning rate",
+            found=f"lr_scaling={settings.lr_scaling} and no batch",
+            needed="the samples of one step, of all workers together",
+            fix="Pass batch=recipe.batch",
+        )
+    return scaled_lr(settings.lr, batch=batch, base_batch=settings.base_batch, rule=settings.lr_scaling)
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, total: int) -> float:

@@ -5,6 +5,12 @@ in lane order and sends the finished chunk back. Traffic equals a ring all-reduc
 Sends and receives straight from and into the buckets measured as fast as gloo's own all-reduce; its all-to-all copies
 once more, and takes half again as long.
 
+[Note: bf16 travels, float32 divides] With ``compress: bf16`` a worker adds its lanes in float32 and rounds that sum to
+bf16; the backend adds the workers' sums in bf16; what comes back is divided in float32. So an element is rounded once
+by each worker and up to W - 1 times in the sum, by 2**-8 at most each time; lanes cost no rounding. torch's own
+``bf16_compress_hook`` divides first, by W, as its float16 twin must, whose range ends at 65504. bf16 has float32's
+range: sums need no such care, and the one division by the global weight stays the last thing that happens.
+
 [Note: pipeline] While the finished chunks of one bucket travel back, the partial sums of the next are on their way.
 """
 
@@ -31,10 +37,17 @@ class Exchange:
 
     Args:
         gradients: ``exact`` folds in the tree's shape; ``allreduce`` leaves the order of additions to the backend.
+        compress: of float32 gradients, with ``allreduce``: see [Note: bf16 travels, float32 divides].
     """
 
-    def __init__(self, team: Team, lanes: int, gradients: Literal["exact", "allreduce"]) -> None:
-        self._team, self._lanes, self._gradients = team, lanes, gradients
+    def __init__(
+        self,
+        team: Team,
+        lanes: int,
+        gradients: Literal["exact", "allreduce"],
+        compress: Literal["none", "bf16"] = "none",
+    ) -> None:
+        self._team, self._lanes, self._gradients, self._compress = team, lanes, gradients, compress
         self._nodes: list[list[Node]] = []
         for rank in range(team.world_size):
             mine = lanes_of(rank, team.world_size, lanes)
@@ -52,7 +65,7 @@ class Exchange:
         if self._gradients == "allreduce":
             for _, part in parts[1:]:
                 into.add_(part)
-            self._team.all_reduce(into)
+            self._all_reduce(into)
             into.div_(divisor)
         elif self._team.world_size == 1:
             into.div_(divisor)
@@ -63,6 +76,15 @@ class Exchange:
         """Waits for what is still on its way."""
         self._coming_back()
         self._coming_back = _nothing
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        """By the backend. One worker alone rounds too: that shows what rounding does to a run."""
+        if self._compress == "bf16" and tensor.dtype == torch.float32:
+            rounded = tensor.bfloat16()
+            self._team.all_reduce(rounded)
+            tensor.copy_(rounded)
+        else:
+            self._team.all_reduce(tensor)
 
     def _reduce_by_owners(self, parts: Sequence[tuple[Node, Tensor]], into: Tensor, divisor: Tensor) -> None:
         """See [Note: why point to point] and [Note: pipeline]."""
