@@ -22,6 +22,7 @@ from paceline.events import warn
 
 __all__ = ["Progress", "TensorBoard", "bytes_progress"]
 
+_SPEEDS = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 _NOT_METRICS = {"time", "event", "step", "seconds"}
 
 
@@ -72,11 +73,20 @@ class Progress:
         self._begun = event["time"], event.get("resumed_from") or 0
         workers, lanes = event["workers"], event["lanes"]
         drive = "worker drives" if workers == 1 else "workers drive"
-        where = f"{workers} {drive} {lanes} lanes on {event['device']}"
+        where = f"{workers} {drive} {_counted(lanes, 'lane')} on {event['device']}"
+        if "batch" in event:
+            micro_batch = event["micro_batch"]
+            micro_steps = _counted(event["batch"] // (lanes * micro_batch), "micro-step")
+            where += f", batch {event['batch']} = {_counted(lanes, 'lane')} x {micro_steps} x {micro_batch}"
         resumed = f"; goes on from step {event['resumed_from']}" if event.get("resumed_from") else ""
         if self._live is not None:
             self._live.start()
         self._say(f"{where}, {_short(event['parameters'])} parameters{resumed}", style="bold")
+
+    def _show_lr_scaling(self, event: Mapping[str, Any]) -> None:
+        ratio = f"{event['batch']}/{event['base_batch']}"
+        factor = f"sqrt({ratio})" if event["rule"] == "sqrt" else f"{ratio} ({event['rule']})"
+        self._say(f"lr {event['lr']:.2e} = {event['base_lr']:.2e} x {factor}")
 
     def _show_step(self, event: Mapping[str, Any]) -> None:
         self._steps = event.get("steps", self._steps)
@@ -84,7 +94,7 @@ class Progress:
         figures = [f"loss {event['loss']:.4f}"]
         if "bits_per_byte" in event:
             figures.append(f"{event['bits_per_byte']:.3f} bits/byte")
-        figures.append(f"{_short(event['tokens_per_s'])} tokens/s")
+        figures += [f"{_short(event[name])} {unit}" for name, unit in _SPEEDS.items() if name in event]
         figures.append(f"lr {event['lr']:.2e}")
         if event.get("grad_norm") is not None:
             figures.append(f"grad norm {event['grad_norm']:.3f}")
@@ -201,6 +211,14 @@ def _short(number: float) -> str:
         if abs(number) >= size * 0.9995:
             return f"{number / size:#.3g}".rstrip(".") + unit
     return f"{number:.3g}"
+
+
+def _counted(number: int, what: str) -> str:
+    """
+    >>> _counted(1, "lane"), _counted(8, "lane")
+    ('1 lane', '8 lanes')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _clock(seconds: float) -> str:

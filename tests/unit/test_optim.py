@@ -1,20 +1,25 @@
-"""The optimizer from its settings; the schedule as arithmetic."""
+"""The optimizer from its settings; the schedule and the scaling to the batch as arithmetic, and in a run."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
-from paceline.config import Optimizer, Schedule
+from paceline.config import Execution, Optimizer, Recipe, Schedule
 from paceline.errors import ConfigError
-from paceline.optim import build_optimizer, learning_rate
+from paceline.events import read_events
+from paceline.optim import build_optimizer, learning_rate, peak_lr, scaled_lr
+from paceline.tasks import Task
+from paceline.train import train
 
 
 def a_model() -> nn.Module:
@@ -155,3 +160,87 @@ def test_wsd_stays_at_the_peak_until_its_decay() -> None:
     rates = [learning_rate(schedule, 1.0, step, 101) for step in range(101)]
     assert set(rates[10:76]) == {1.0}
     assert rates[75:] == pytest.approx([1 - i / 25 for i in range(26)])
+
+
+rates, batches = st.floats(1e-8, 1e3), st.integers(1, 2**20)
+
+
+@given(rates, batches, batches)
+def test_linear_keeps_the_rate_per_sample_and_sqrt_its_square(lr: float, batch: int, base_batch: int) -> None:
+    linear, root, same = (
+        scaled_lr(lr, batch=batch, base_batch=base_batch, rule=rule) for rule in ("linear", "sqrt", "none")
+    )
+    assert linear / batch == pytest.approx(lr / base_batch)
+    assert root**2 / batch == pytest.approx(lr**2 / base_batch)
+    assert same == lr
+    assert scaled_lr(lr, batch=base_batch, base_batch=base_batch, rule="linear") == lr
+    assert scaled_lr(lr, batch=base_batch, base_batch=base_batch, rule="sqrt") == lr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rule": "liner"}, "found rule='liner'. Did you mean 'linear'?"),
+        ({"batch": 0}, "found batch=0, base_batch=64, need whole numbers >= 1. Pass the samples of one step"),
+        ({"base_batch": 0}, "found batch=256, base_batch=0, need whole numbers >= 1"),
+    ],
+)
+def test_a_rate_that_cannot_be_scaled_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scaled_lr(1e-3, **{"batch": 256, "base_batch": 64, "rule": "linear"} | changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr_scaling": "linear"}, "Set optimizer.base_batch to the batch that lr was found for"),
+        ({"base_batch": 64}, "Set optimizer.lr_scaling to linear or sqrt, or leave out base_batch"),
+        ({"lr_scaling": "sqrt", "base_batch": 0}, "found base_batch=0, need a whole number >= 1"),
+    ],
+)
+def test_a_rule_and_its_base_batch_come_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Optimizer(**changes)
+    assert message in str(caught.value)
+
+
+def test_the_optimizer_starts_at_the_scaled_rate() -> None:
+    chosen = Optimizer(lr=1e-3, lr_scaling="sqrt", base_batch=64)
+    assert {group["lr"] for group in build_optimizer(a_model(), chosen, batch=256).param_groups} == {2e-3}
+    assert peak_lr(chosen, 256) == 2e-3
+    with pytest.raises(ConfigError, match=r"found lr_scaling=sqrt and no batch.*Pass batch=recipe\.batch"):
+        build_optimizer(a_model(), chosen)
+
+
+class Line(Task):
+    """Without tokens."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(torch.randn(64, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return model(batch[0]).square().sum(), len(batch[0])
+
+
+@pytest.mark.usefixtures("process_state")
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4), ("sqrt", 2), ("none", 1)])
+def test_a_run_uses_and_logs_the_scaled_rate(tmp_path: Path, rule: Any, factor: int) -> None:
+    base_batch = None if rule == "none" else 8
+    recipe = Recipe(
+        batch=32,
+        micro_batch=4,
+        steps=3,
+        optimizer=Optimizer(lr=1e-3, lr_scaling=rule, base_batch=base_batch),
+        schedule=Schedule(kind="linear", final=0.0),
+    )
+    train(Line(), recipe, Execution(run_dir=str(tmp_path), log_every=1))
+    steps = read_events(tmp_path / "events.jsonl", "step")
+    assert [event["lr"] for event in steps] == [factor * rate for rate in (1e-3, 0.5e-3, 0.0)]
+    assert all(event["samples_per_s"] > 0 and "tokens_per_s" not in event for event in steps)
+    logged = [event | {"time": 0} for event in read_events(tmp_path / "events.jsonl", "lr_scaling")]
+    expected = {"time": 0, "event": "lr_scaling", "rule": rule, "lr": factor * 1e-3, "base_lr": 1e-3}
+    assert logged == ([expected | {"batch": 32, "base_batch": 8}] if base_batch else [])

@@ -24,7 +24,16 @@ STEP: dict[str, Any] = {
     "tokens_per_s": 12_345.0,
     "samples": 64,
 }
-START: dict[str, Any] = {"workers": 2, "lanes": 8, "device": "cpu", "parameters": 1_048_576, "resumed_from": None}
+START: dict[str, Any] = {
+    "workers": 2,
+    "lanes": 8,
+    "batch": 256,
+    "micro_batch": 32,
+    "device": "cpu",
+    "parameters": 1_048_576,
+    "resumed_from": None,
+}
+SCALING: dict[str, Any] = {"rule": "linear", "lr": 4e-3, "base_lr": 1e-3, "batch": 256, "base_batch": 64}
 
 
 class Terminal(io.StringIO):
@@ -55,7 +64,8 @@ def test_plain_lines() -> None:
     )
     lines = text.splitlines()
     assert lines[0] == "passed over step-00000040: a [red] hash"
-    assert lines[1] == "2 workers drive 8 lanes on cpu, 1.05M parameters; goes on from step 10"
+    batch = "batch 256 = 8 lanes x 1 micro-step x 32"
+    assert lines[1] == f"2 workers drive 8 lanes on cpu, {batch}, 1.05M parameters; goes on from step 10"
     assert lines[2].startswith("step 20/100  loss 2.5000  12.3k tokens/s  lr 1.00e-03  grad norm 1.250  eta 0:")
     assert lines[3].startswith("step 30/100  loss nan  3.607 bits/byte  12.3k tokens/s  lr 1.00e-03  update skipped")
     assert lines[4] == "step 30  held-out  loss 2.2500  bits per byte 3.2460  (0.5 s)"
@@ -63,6 +73,39 @@ def test_plain_lines() -> None:
     assert lines[6] == "step 40  not saved: cannot write: [no space]"
     assert lines[7:] == ["done at step 100, digest abc"]
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"workers": 8}, "8 workers drive 8 lanes on cpu, batch 256 = 8 lanes x 1 micro-step x 32, "),
+        ({"workers": 1, "lanes": 1}, "1 worker drives 1 lane on cpu, batch 256 = 1 lane x 8 micro-steps x 32, "),
+    ],
+)
+def test_the_batch_of_a_step_is_told_whoever_drives_the_lanes(changes: dict[str, Any], line: str) -> None:
+    assert show(io.StringIO(), ("start", START | changes)).startswith(line)
+
+
+def test_a_log_that_does_not_say_its_batch_can_be_shown() -> None:
+    start = {name: value for name, value in START.items() if name not in ("batch", "micro_batch")}
+    assert show(io.StringIO(), ("start", start)) == "2 workers drive 8 lanes on cpu, 1.05M parameters\n"
+
+
+def test_a_scaled_learning_rate_is_told() -> None:
+    text = show(
+        io.StringIO(), ("lr_scaling", SCALING), ("lr_scaling", SCALING | {"rule": "sqrt", "lr": 2e-3}), ("start", START)
+    )
+    assert text.splitlines()[:2] == [
+        "lr 4.00e-03 = 1.00e-03 x 256/64 (linear)",
+        "lr 2.00e-03 = 1.00e-03 x sqrt(256/64)",
+    ]
+
+
+def test_speed_is_in_tokens_or_in_samples() -> None:
+    samples = {name: value for name, value in STEP.items() if name != "tokens_per_s"} | {"samples_per_s": 950.0}
+    tokens_line, samples_line = show(io.StringIO(), ("step", STEP), ("step", samples)).splitlines()
+    assert "  12.3k tokens/s  " in tokens_line and "samples/s" not in tokens_line
+    assert "  950 samples/s  " in samples_line and "tokens/s" not in samples_line
 
 
 def test_a_long_line_is_not_broken_in_a_log() -> None:
