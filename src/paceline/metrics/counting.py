@@ -109,7 +109,12 @@ def top_k(logits: Tensor, target: Tensor, k: int, *, ignore_index: int | None = 
         )
     classes = logits.shape[-1]
     if not 1 <= k <= classes:
-        raise UsageError("cannot compute top_k", found=f"k={k} of {classes} classes", needed=f"1 <= k <= {classes}")
+        raise UsageError(
+            "cannot compute top_k",
+            found=f"k={k} of {classes} classes",
+            needed=f"1 <= k <= {classes}",
+            fix="Ask for fewer",
+        )
     target_N, kept_N = _targets("top_k", logits, target, classes, ignore_index)
     logits_NC = logits.detach().reshape(-1, classes)
     class_N1 = target_N.where(kept_N, 0).to(logits.device)[:, None]
