@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ from paceline.team import SoloTeam, Team, ThreadTeam
 from teamwork import Seen, Setup, plain_step, plan_of, same_bytes, work, work_in_threads
 
 CPU = torch.device("cpu")
-SOME_SIZES = [(3, 2), (5, 3), (6, 4), (7, 7), (8, 3), (8, 8), (12, 5)]
+# Workers that divide the lanes and such that do not; lanes a power of two or not; a lane for each worker.
+SOME_SIZES = [(3, 2), (7, 7), (8, 2), (8, 3), (8, 5), (8, 8), (12, 5)]
 SIZES = [
-    pytest.param(lanes, workers, marks=[] if lanes == 8 or (lanes, workers) in SOME_SIZES else pytest.mark.long)
+    pytest.param(lanes, workers, marks=[] if (lanes, workers) in SOME_SIZES else pytest.mark.long)
     for lanes in (1, 2, 3, 5, 6, 7, 8, 12)
     for workers in range(1, min(lanes, 8) + 1)
 ]
@@ -83,7 +86,7 @@ def test_any_number_of_workers_gives_the_bytes_of_one(lanes: int, workers: int) 
     assert_same_on_all(Setup(model=mlp(), plan=plan_of(64, lanes, micro_steps=2)), workers)
 
 
-@pytest.mark.parametrize(("lanes", "workers"), SOME_SIZES)
+@pytest.mark.parametrize(("lanes", "workers"), [(3, 2), (7, 7), (8, 3), (12, 5)])
 def test_the_gradients_are_the_tree_over_plain_autograd(lanes: int, workers: int) -> None:
     def look_before_update(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for x_BF, y_BF in step:
@@ -97,8 +100,7 @@ def test_the_gradients_are_the_tree_over_plain_autograd(lanes: int, workers: int
             assert same_bytes(seen.grads[name], grad), name
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 200, 500, 2**20])
-@pytest.mark.parametrize(("lanes", "workers"), [(8, 3), (5, 4)])
+@pytest.mark.parametrize(("lanes", "workers", "bucket_bytes"), [(8, 3, 1), (8, 3, 500), (5, 4, 200)])
 def test_where_buckets_end_moves_no_bit(lanes: int, workers: int, bucket_bytes: int) -> None:
     plan = plan_of(64, lanes)
     expected = alone(Setup(model=mlp(), plan=plan))
@@ -106,9 +108,10 @@ def test_where_buckets_end_moves_no_bit(lanes: int, workers: int, bucket_bytes: 
         assert seen.digest == expected.digest
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(3, 2), (8, 3), (8, 8)])
-@pytest.mark.parametrize("samples", [1, 9, 13])
-def test_short_steps_with_empty_lanes_and_idle_workers(lanes: int, workers: int, samples: int) -> None:
+@pytest.mark.parametrize(
+    ("samples", "lanes", "workers"), [(1, 3, 2), (1, 8, 8), (9, 3, 2), (9, 8, 3), (13, 8, 3), (13, 8, 8)]
+)
+def test_short_steps_with_empty_lanes_and_idle_workers(samples: int, lanes: int, workers: int) -> None:
     data = TensorDataset(*torch.randn(2, samples, 6, generator=torch.Generator().manual_seed(1)).unbind())
     assert_same_on_all(Setup(model=mlp(), plan=plan_of(samples, lanes), data=data), workers)
 
@@ -133,8 +136,7 @@ class Odd(nn.Module):
         return h_BF + self.rare(x_BF) if bool(x_BF[0, 0] > 1.2) else h_BF
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(8, 1), (5, 3), (8, 3), (8, 8)])
-@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize(("lanes", "workers", "bucket_bytes"), [(8, 3, 1), (5, 3, 2**20), (8, 8, 2**20)])
 def test_tied_rare_unused_and_frozen_parameters(lanes: int, workers: int, bucket_bytes: int) -> None:
     setup = Setup(
         model=Odd(),
@@ -173,7 +175,7 @@ class Negative(nn.Module):
         return (self.weight * -0.0).sum() + 0 * x_BF
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(1, 1), (2, 2), (3, 2), (8, 3), (8, 8)])
+@pytest.mark.parametrize(("lanes", "workers"), [(1, 1), (3, 2), (8, 3)])
 def test_negative_zeros_come_out_alike(lanes: int, workers: int) -> None:
     for samples in (1, 64):
         setup = Setup(model=Negative(), plan=plan_of(samples, lanes), steps=1)
@@ -191,8 +193,7 @@ def zero_grad_step(step: Step, model: nn.Module, optimizer: torch.optim.Optimize
     step.update(optimizer, max_norm=1.0)
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(8, 1), (8, 3), (5, 2)])
-@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize(("lanes", "workers", "bucket_bytes"), [(8, 3, 1), (5, 2, 2**20)])
 def test_zero_grad_in_the_loop_takes_nothing_away(lanes: int, workers: int, bucket_bytes: int) -> None:
     plan = plan_of(64, lanes, micro_steps=2)
     expected = alone(Setup(model=mlp(), plan=plan))
@@ -227,7 +228,7 @@ def create_graph_step(step: Step, model: nn.Module, optimizer: torch.optim.Optim
         assert parameter.grad.grad_fn is None
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(8, 1), (8, 3), (5, 4)])
+@pytest.mark.parametrize(("lanes", "workers"), [(8, 3), (5, 4)])
 @pytest.mark.parametrize("train_step", [penalty_step, create_graph_step])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_second_order_gradients(lanes: int, workers: int, train_step: Any) -> None:
@@ -272,8 +273,8 @@ def test_another_order_of_additions_would_show() -> None:
     assert any(other.digest != exact.digest for other in others)
 
 
-def test_buckets_leave_while_backward_still_runs() -> None:
-    """The first exchange is at work before the first layer's gradient is there: that is the overlap."""
+def exchanges_and_backwards(*, overlap: bool) -> list[str]:
+    """What happens in a step of two lanes of two micro-batches, in order; two layers, a bucket for each parameter."""
     events: list[str] = []
 
     class Watched(nn.Module):
@@ -296,8 +297,15 @@ def test_buckets_leave_while_backward_still_runs() -> None:
             return pending
 
     team = Listening(CPU)
-    work(team, Setup(model=Watched(), plan=plan_of(64, 2, micro_steps=2), steps=1, bucket_bytes=1))
+    plan = plan_of(64, 2, micro_steps=2)
+    work(team, Setup(model=Watched(), plan=plan, steps=1, bucket_bytes=1, overlap=overlap))
     team.close()
+    return events
+
+
+def test_buckets_leave_while_backward_still_runs() -> None:
+    """The first exchange is at work before the first layer's gradient is there: that is the overlap."""
+    events = exchanges_and_backwards(overlap=True)
     assert events[:3] == ["first layer"] * 3  # all backwards but the last: nothing leaves
     table, *rest = events[3:]
     assert table == "exchange"  # losses and weights, before the last backward
@@ -305,28 +313,79 @@ def test_buckets_leave_while_backward_still_runs() -> None:
     assert rest.count("exchange") >= 4
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(8, 1), (8, 3), (12, 5), (7, 7)])
-@pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 1000])
-def test_one_exchange_sums_every_part_once_and_divides(lanes: int, workers: int, size: int) -> None:
-    """Chunks of any size, the empty ones of a small bucket among them."""
-    values = (
-        torch.randn(lanes, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(-6, 6, lanes)[:, None]
-    )
-    divisor = torch.tensor(3.0, dtype=torch.float64)
+def test_without_overlap_nothing_leaves_before_the_last_backward_has_ended() -> None:
+    events = exchanges_and_backwards(overlap=False)
+    assert events[:4] == ["first layer"] * 4
+    assert events[4:].count("exchange") >= 5
+    assert "first layer" not in events[4:]
+
+
+@pytest.mark.parametrize(("lanes", "workers"), [(8, 1), (8, 3), (5, 5)])
+def test_overlap_moves_no_bit(lanes: int, workers: int) -> None:
+    setup = Setup(model=Odd(), plan=plan_of(64, lanes), bucket_bytes=100)
+    expected = alone(setup)
+    for seen in work_in_threads(workers, dataclasses.replace(setup, overlap=False)):
+        assert seen.digest == expected.digest
+
+
+def exchanged(
+    values: Sequence[Tensor], workers: int, divisor: Tensor, gradients: Any = "exact", compress: Any = "none"
+) -> list[Tensor]:
+    """The gradients that each worker has after exchanges of ``values``, one for each lane."""
+    lanes = len(values)
 
     def reduce(team: Team) -> Tensor:
         mine = lanes_of(team.rank, team.world_size, lanes)
-        exchange = Exchange(team, lanes, "exact")
+        exchange = Exchange(team, lanes, gradients, compress)
         for _ in range(2):  # the second time in the inboxes of the first
             parts: list[tuple[Node, Tensor]] = [((lane, lane + 1), values[lane].clone()) for lane in mine]
             team.submit(lambda parts=parts: exchange.reduce(parts, parts[0][1], divisor)).wait()  # type: ignore[misc]
         team.submit(exchange.finish).wait()
         return parts[0][1]
 
-    expected = tree_sum(list(values)) / divisor
-    assert expected.dtype == torch.float32
-    for result in ThreadTeam.run(workers, reduce):
+    return ThreadTeam.run(workers, reduce)
+
+
+@pytest.mark.parametrize(("lanes", "workers"), [(8, 1), (8, 3), (12, 5), (7, 7)])
+def test_one_exchange_sums_every_part_once_and_divides(lanes: int, workers: int) -> None:
+    """Chunks of any size, the empty ones of a small bucket among them."""
+    divisor = torch.tensor(3.0, dtype=torch.float64)
+    for size in (1, 15, 16, 17, 1000):
+        values = torch.randn(lanes, size, generator=torch.Generator().manual_seed(size))
+        values *= torch.logspace(-6, 6, lanes)[:, None]
+        expected = tree_sum(list(values)) / divisor
+        assert expected.dtype == torch.float32
+        for result in exchanged(list(values), workers, divisor):
+            assert same_bytes(result, expected), size
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_compressed_gradients_are_rounded_once_by_each_worker_and_divided_in_float32(workers: int) -> None:
+    """With up to two workers there is one order of additions, and so one right answer."""
+    values = list(torch.randn(4, 1000, generator=torch.Generator().manual_seed(3)))
+    sums = [tree_sum(values[lanes.start : lanes.stop]) for lanes in (lanes_of(r, workers, 4) for r in range(workers))]
+    expected = functools.reduce(torch.add, [part.bfloat16() for part in sums]).float() / 3
+    for result in exchanged(values, workers, torch.tensor(3.0, dtype=torch.float64), "allreduce", "bf16"):
         assert same_bytes(result, expected)
+
+
+def test_only_float32_is_compressed() -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        values = list(torch.randn(2, 100, generator=torch.Generator().manual_seed(4)).to(dtype))
+        plain, compressed = (
+            exchanged(values, 2, torch.tensor(3.0), "allreduce", compress)[1] for compress in ("none", "bf16")
+        )
+        assert same_bytes(plain, compressed)
+
+
+def test_a_model_learns_from_compressed_gradients_alike_on_all_workers() -> None:
+    plan = plan_of(64, 8)
+    exact = alone(Setup(model=mlp(), plan=plan)).model.state_dict()
+    everyone = work_in_threads(3, Setup(model=mlp(), plan=plan, gradients="allreduce", compress="bf16"))
+    assert len({seen.digest for seen in everyone}) == 1
+    for name, parameter in everyone[0].model.state_dict().items():
+        assert not same_bytes(parameter, exact[name])
+        torch.testing.assert_close(parameter, exact[name], rtol=0.02, atol=0.002)
 
 
 def test_nobody_sends_more_than_a_ring_would_when_workers_divide_the_lanes() -> None:

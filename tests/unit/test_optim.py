@@ -186,8 +186,9 @@ def test_linear_keeps_the_rate_per_sample_and_sqrt_its_square(lr: float, batch: 
     ],
 )
 def test_a_rate_that_cannot_be_scaled_is_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"batch": 256, "base_batch": 64, "rule": "linear"}
     with pytest.raises(ConfigError) as caught:
-        scaled_lr(1e-3, **{"batch": 256, "base_batch": 64, "rule": "linear"} | changes)
+        scaled_lr(1e-3, **arguments | changes)
     assert message in str(caught.value)
 
 
