@@ -39,7 +39,7 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
     def pack(tensor: Tensor) -> Tensor:
         nonlocal packed
         packed += tensor.numel() * tensor.element_size()
-        return tensor
+        return tensor.detach()  # an operator's own output, kept as it is, would keep the operator: both would leak
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fn()
