@@ -51,6 +51,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+class Everything:
+    """What is tracked: whatever a step asks for."""
+
+    def __contains__(self, thing: object) -> bool:
+        return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What the steps are made of; everything but the workers."""
@@ -67,6 +74,8 @@ class Setup:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     bucket_bytes: int = 2**20
     gradients: Literal["exact", "allreduce"] = "exact"
+    compress: Literal["none", "bf16"] = "none"
+    overlap: bool = True
     policy: Policy = field(default_factory=lambda: Policy(on_nonfinite="raise", skip_loss_above=None))
     signals: Callable[[Team], Signals] = lambda team: Signals()
     loader_workers: int = 0
@@ -97,6 +106,8 @@ def work(team: Team, setup: Setup) -> Seen:
         lanes=setup.plan.lanes,
         bucket_bytes=setup.bucket_bytes,
         gradients=setup.gradients,
+        compress=setup.compress,
+        overlap=setup.overlap,
     )
     buffers = LaneBuffers({"model": model})
     loader = Loader(
@@ -108,6 +119,7 @@ def work(team: Team, setup: Setup) -> Seen:
         for number in range(setup.steps):
             step = Step(
                 number=number,
+                phase=0,
                 plan=setup.plan,
                 batches=batches,
                 reducer=reducer,
@@ -115,9 +127,9 @@ def work(team: Team, setup: Setup) -> Seen:
                 team=team,
                 policy=setup.policy,
                 signals=setup.signals(team),
+                tracked=Everything(),
             )
-            setup.train_step(step, model, optimizer)
-            done.append(step.done())
+            done.append(step.run(lambda step: setup.train_step(step, model, optimizer)))
     finally:
         reducer.close()
     return Seen(

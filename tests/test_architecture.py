@@ -31,21 +31,28 @@ MAY_IMPORT = {
     "values": "errors",
     "determinism": "errors",
     "run_dir": "errors config",
+    "callsite": "",
+    "worker": "errors env callsite run_dir",
     "supervisor": "errors config env run_dir",
+    "launcher": "errors env supervisor",
     "team": "errors env determinism",
     "optim": "errors config",
     "models": "errors config",
     "data": "errors config lanes determinism",
     "reduction": "errors lanes determinism team",
+    "memory": "errors config",
     "metrics": "errors reduction",
     "checkpoint": "errors config",
     "progress": "errors events",
     "tasks": "errors config models data metrics optim",
     "parsing": "errors config values tasks",
+    "agreement": "errors config determinism team",
+    "saving": "errors config events run_dir team checkpoint",
     "step": "errors config lanes determinism team reduction data optim",
     "tracked": "errors determinism team checkpoint",
-    "run": "errors config env lanes events run_dir determinism team data metrics reduction checkpoint step tracked",
-    "train": "errors config determinism events run_dir optim tasks progress step run",
+    "run": "errors config env lanes events callsite determinism worker team agreement data metrics reduction checkpoint "
+    "saving step tracked",
+    "train": "errors config determinism events run_dir parsing optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
     "verify": "errors config env events run_dir parsing supervisor checkpoint",
     "cli": "*",
@@ -64,8 +71,13 @@ ONLY_IN = {
         "determinism"
     },
     r"torch\.use_deterministic_algorithms|torch\.backends\..*|torch\._dynamo\.config\..*": {"determinism"},
-    # No file is ever unpickled; the one user talks to the helper processes that it starts, through pipes.
-    r"(pickle|cPickle|marshal|shelve|dill|cloudpickle|joblib)(\..*)?": {"data/encoding.py"},
+    # Only between processes of one run or command, as they speak: no checkpoint, no data is ever unpickled.
+    r"(pickle|cPickle|marshal|shelve|dill|cloudpickle|joblib)(\..*)?": {
+        "data/encoding.py",
+        "launcher",
+        "team",
+        "worker",
+    },
     r"torch\.(load|save|jit\.load)": set(),
 }
 

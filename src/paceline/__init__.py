@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.config import Execution, Optimizer, Recipe, Schedule
     from paceline.errors import PacelineError
+    from paceline.launcher import launch
     from paceline.run import Run
     from paceline.step import Done, Step
     from paceline.tasks import Task
 
-__all__ = ["Done", "Execution", "Optimizer", "PacelineError", "Recipe", "Run", "Schedule", "Step", "Task"]
+__all__ = ["Done", "Execution", "Optimizer", "PacelineError", "Recipe", "Run", "Schedule", "Step", "Task", "launch"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "Schedule": "config",
     "Step": "step",
     "Task": "tasks",
+    "launch": "launcher",
 }
 
 

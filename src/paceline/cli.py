@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import errno
 import io
 import os
@@ -11,14 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from paceline import env
 from paceline.config import Resume
 from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, PacelineError, did_you_mean
 
 if TYPE_CHECKING:
-    from paceline.events import Sink
     from paceline.parsing import Settings
 
 __all__ = ["main"]
@@ -31,6 +29,7 @@ Data-parallel training whose result does not depend on the workers.
 
   train [CONFIG]           train; without CONFIG, a small demo
   prepare SRC... --out DIR text or jsonl to token files
+  launch SCRIPT            your own script in several workers
   sample RUN               text from a run's newest checkpoint
   verify [CONFIG]          the same bits for other numbers of workers?
   order                    which lane sees which sample
@@ -56,6 +55,18 @@ Trains what CONFIG (YAML) describes; without CONFIG, a small demo on the source 
   --task.NAME VALUE  an argument of the task
 
 Every setting may stand in CONFIG, or here:
+"""
+
+_LAUNCH_HELP = """\
+usage: paceline launch [-n N] SCRIPT [ARGS ...]
+       paceline launch SCRIPT [-n N] [-- ARGS ...]
+
+Runs a Python script in N workers on this machine, each with its place in the team in its environment, as torchrun does.
+When one fails, the others are ended and its error is shown once. No process is left behind.
+
+  -n N, --workers N  workers; default: one per GPU, or one per two CPU cores
+  -m                 SCRIPT is a module: paceline launch -m package.train
+  ARGS               go to the script
 """
 
 _VERIFY_HELP = """\
@@ -120,6 +131,7 @@ def _dispatch(words: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "prepare": _prepare,
+        "launch": _launch,
         "sample": _sample,
         "verify": _verify,
         "order": _order,
@@ -153,14 +165,16 @@ def _train(words: list[str]) -> int:
     here = env.read()
     if here is None:
         return _supervise_training(words)
-    from paceline.supervisor import report
+    from paceline.worker import work
 
-    try:
-        return _work(words, here)
-    except Exception as error:
-        code = report(here.report_dir, here.rank, error)
-        sys.stdout.flush()
-        os._exit(code)  # not by way of threads and destructors that may wait for workers long gone
+    return work(lambda: _train_as_worker(words, here))
+
+
+def _train_as_worker(words: list[str], here: env.WorkerEnv) -> int:
+    from paceline.train import train_settings
+
+    settings, resume, _ = _read_train(words)
+    return train_settings(settings, resume=resume, is_main=here.rank == 0)
 
 
 def _supervise_training(words: list[str]) -> int:
@@ -176,23 +190,6 @@ def _supervise_training(words: list[str]) -> int:
     prepare_run_dir(settings.run_dir, resume)
     command = [sys.executable, "-m", "paceline", "train", *words]
     return supervise(command, workers, record=settings.run_dir / "workers.json")
-
-
-def _work(words: list[str], here: env.WorkerEnv) -> int:
-    """One worker of a run, started by our supervisor or by another launcher."""
-    from paceline.progress import Progress, TensorBoard
-    from paceline.train import train
-
-    settings, resume, _ = _read_train(words)
-    sinks: list[Sink] = []
-    if here.rank == 0:
-        sinks = [_ConfigFile(settings), Progress()]
-        if settings.execution.tensorboard:
-            sinks.append(TensorBoard(settings.run_dir / "tensorboard"))
-    task = settings.task.make()
-    arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
-    about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
-    return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
 
 
 def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:
@@ -227,27 +224,50 @@ def _could_be_mode(word: str) -> bool:
     return word.isalpha() and not Path(word).is_file()
 
 
-class _ConfigFile:
-    """Writes ``config.yaml`` when the run has started: a refused resume must not change that of the run there.
+def _launch(words: list[str]) -> int:
+    """Options stand before SCRIPT or right behind it; all that follows, or stands behind ``--``, is the script's."""
+    workers: int | None = None
+    module, script = False, None
+    remaining = list(words)
+    while remaining:
+        word = remaining[0]
+        name, equals, value = word.partition("=")
+        if name in ("-n", "--workers"):
+            if not equals and len(remaining) < 2:
+                raise ConfigError(f"cannot read {name}", found="nothing behind it", fix=f"Write {name} 2")
+            workers = _whole(value if equals else remaining[1], name, "2")
+            remaining = remaining[1 if equals else 2 :]
+        elif script is not None:
+            break
+        elif word in ("-h", "--help"):
+            print(_LAUNCH_HELP, end="")
+            return EXIT_DONE
+        elif word == "-m":
+            module, remaining = True, remaining[1:]
+        elif word.startswith("-"):
+            fix = did_you_mean(name, ["--workers", "--help"]) if word.startswith("--") else "See `paceline launch -h`"
+            raise ConfigError("cannot read `paceline launch`", found=f"an unknown {word}", needed="-n N", fix=fix)
+        else:
+            script, remaining = word, remaining[1:]
+    arguments = remaining[1:] if remaining[:1] == ["--"] else remaining
+    if script is None or not (module or Path(script).is_file()):
+        raise ConfigError(
+            "cannot launch workers",
+            found="no script" if script is None else f"no file {script}",
+            needed="the path of a Python script",
+            fix="Write paceline launch -n 2 train.py, or -m for a module",
+        )
+    if env.read() is not None:
+        raise ConfigError(
+            "cannot launch workers",
+            found="a process that is a worker already",
+            needed="one launcher",
+            fix="Start the script itself under torchrun or Slurm: python train.py",
+        )
+    from paceline.supervisor import default_workers, supervise
 
-    ``device: auto`` becomes what it turned out to be.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def event(self, event: Any) -> None:
-        if event["event"] == "start":
-            from paceline.parsing import dump
-            from paceline.run_dir import replace_text
-
-            recipe = dataclasses.replace(self._settings.recipe, device=event["device"])
-            replace_text(
-                self._settings.run_dir / "config.yaml", dump(dataclasses.replace(self._settings, recipe=recipe))
-            )
-
-    def close(self) -> None:
-        """Nothing is held."""
+    kind = "module" if module else "script"
+    return supervise([sys.executable, "-m", "paceline.worker", kind, script, *arguments], workers or default_workers())
 
 
 def _verify(words: list[str]) -> int:
@@ -482,6 +502,7 @@ def _completion(words: list[str]) -> int:
         "train": [*settings, "--resume", "--print_config"],
         "verify": [*settings, "--workers", "--steps", "--interrupt", "--out"],
         "prepare": _prepare_parser().names(),
+        "launch": ["-n", "-m", "--workers", "--help"],
         "sample": _sample_parser().names(),
         "order": _order_parser().names(),
     }

@@ -23,6 +23,7 @@ __all__ = [
     "PacelineError",
     "TeamError",
     "UsageError",
+    "WorkerError",
     "did_you_mean",
 ]
 
@@ -90,6 +91,14 @@ class NonFiniteError(PacelineError):
 
 class TeamError(PacelineError):
     """The other workers cannot be reached. Mostly an echo: the first failure is elsewhere."""
+
+
+class WorkerError(PacelineError):
+    """A worker that `paceline.launch` has started failed. The text is the supervisor's, with the worker's traceback."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__(failure)
+        self.args = (failure,)  # as it is: it may end in a traceback
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -10,59 +10,71 @@ Calls marked *collective* must be made by every worker, in the same order.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
-from paceline.checkpoint import Saved, Snapshot, Store, Writer
+from paceline.agreement import agreed_digest, check_data, check_recipe
+from paceline.callsite import calling
+from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
-from paceline.data.loader import Loader, sample_count
+from paceline.data.loader import Loader, content_digest, sample_count
 from paceline.data.order import Plan
-from paceline.determinism import autocast, combined, configure_process, resolve_device, seed_by, tensor_digest
-from paceline.errors import CheckpointError, ConfigError, TeamError, UsageError
+from paceline.determinism import autocast, configure_process, resolve_device, seed_by
+from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.events import EventLog, Sink
 from paceline.lanes import lanes_of
 from paceline.metrics import LaneMetrics, Metric, add, computed
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
-from paceline.run_dir import prepare_run_dir
+from paceline.saving import Saves, claim
 from paceline.step import Done, Policy, Signals, Step
 from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.tracked import Tracked
+from paceline.worker import end, report, tell_uncaught_errors
 
 __all__ = ["Run"]
 
 T = TypeVar("T")
+TrainStep = Callable[[Step], None]
+Collate = Callable[[list[Any]], Any]
 
 
 class Run:
     """One training run, seen from one of its workers. Joining the team is collective.
 
-    The same script works alone and under torchrun or `paceline train`: the launcher's environment says which.
+    The same script works alone, in a notebook, under `paceline launch`, in `paceline.launch` and under torchrun: the
+    launcher's environment says which.
 
     Args:
-        recipe: all that may change a bit of the result.
+        recipe: all that may change a bit of the result; the same on every worker.
         execution: all that must not. Without ``run_dir`` nothing is written.
         resume: ``never`` starts afresh, ``auto`` goes on from the newest checkpoint if there is one, ``must`` needs it.
+            ``None``: ``auto`` when torchrun or Slurm has restarted the run, else ``never``.
         about: JSON that a resume must match besides the recipe and what is tracked, e.g. a task and its data.
         sinks: told of every event, on worker 0.
 
     Attributes:
         recipe: with ``device`` resolved.
+        device: this worker's.
         position: finished steps.
         stopped: exit code of a requested stop that has been obeyed, else ``None``.
         events: worker 0's run log; on the others it goes nowhere.
 
     Raises:
-        ConfigError: more workers than lanes, or another number of workers than ``execution.workers`` says.
+        ConfigError: more workers than lanes, another number of workers than ``execution.workers`` says, or another
+            recipe on another worker.
         TeamError: the others cannot be reached within ``execution.timeout_s``.
     """
 
@@ -71,7 +83,7 @@ class Run:
         recipe: Recipe,
         execution: Execution | None = None,
         *,
-        resume: Resume = "never",
+        resume: Resume | None = None,
         about: Mapping[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -83,20 +95,24 @@ class Run:
                 "cannot start the run",
                 found=f"{world_size} workers started, execution.workers={self.execution.workers}",
                 needed="the same number",
-                fix=f"Start it with torchrun --nproc_per_node={self.execution.workers}, or leave out workers",
+                fix=f"Start it with `paceline launch -n {self.execution.workers}`, or leave out workers",
             )
-        lanes_of(0, world_size, recipe.lanes)
+        mine = lanes_of(0, world_size, recipe.lanes)
         self.device = resolve_device(recipe.device, here.local_rank if here else 0)
         self.recipe = dataclasses.replace(recipe, device="cuda" if self.device.type == "cuda" else "cpu")
         configure_process(threads=recipe.threads, device=self.device)
+        room = 2 * (len(mine) + 1)  # a loss and a weight for each lane of the worker that has the most
         self.team: Team = (
-            SoloTeam(self.device, recipe.threads)
+            SoloTeam(self.device, recipe.threads, room=room)
             if here is None or world_size == 1
-            else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s)
+            else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s, room=room)
         )
+        tell_uncaught_errors(alone=world_size == 1)
+        check_recipe(self.team, self.recipe)
+        resume = resume or ("auto" if env.restarts() else "never")
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
         if self.run_dir is not None:
-            self._claim(self.run_dir, resume)
+            claim(self.run_dir, resume, self.team)
         self.events = EventLog(
             self.run_dir / "events.jsonl" if self.run_dir and self.is_main else None, sinks if self.is_main else ()
         )
@@ -106,17 +122,10 @@ class Run:
         self._tracked = Tracked()
         self._stop_requested = 0
         self._metrics: dict[str, float] = {}
-        self._samples: int | None = None
-        self._store: Store | None = None
-        self._writer: Writer | None = None
-        self._failure: CheckpointError | None = None
-        if self.run_dir is not None:
-            self._store = Store(
-                self.run_dir / "checkpoints", keep=self.execution.keep, keep_best=self.execution.keep_best
-            )
-            if self.is_main:
-                # A disk that hangs is this worker's error before the others' wait for it is theirs.
-                self._writer = Writer(self._store, timeout_s=self.execution.timeout_s / 2)
+        self._data: dict[str, Any] | None = None
+        self._saves = Saves(self.run_dir, self.execution, self.team, self.events) if self.run_dir else None
+        self._closed = False
+        atexit.register(self._close_at_exit)
 
     @property
     def rank(self) -> int:
@@ -143,14 +152,41 @@ class Run:
         if self.is_main:
             print(*values, flush=True)
 
-    def track(self, **objects: Any) -> None:
-        """Names what a step changes: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``.
+    def gather(self, value: T) -> list[T]:
+        """``value`` of every worker, in the order of their ranks: anything that can be pickled. Collective."""
+        return self.team.gather(value, calling("run.gather"))
 
-        All of it is saved and restored; modules are also made equal on all workers, to worker 0's. Call it before the
-        first step, evaluation or save.
+    def sum(self, value: int) -> int:
+        """The sum of an integer over all workers, exact. Collective.
 
         Raises:
-            UsageError: too late, a name twice, or an object without state.
+            UsageError: a float. Its sum would depend on the workers; `evaluate` and the steps add up floats by lane.
+        """
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise UsageError(
+                "cannot add up over workers",
+                found=f"{value!r} ({type(value).__name__})",
+                needed="an integer: a sum of floats would depend on the number of workers",
+                fix="Count in integers, or return (sum, weight) from the function of run.evaluate: it adds up by lane",
+            ) from None
+        return sum(self.team.gather(number, calling("run.sum")))
+
+    def max(self, value: float) -> float:
+        """The largest of all workers' numbers; NaN if one is NaN. Collective."""
+        numbers = self.team.gather(value, calling("run.max"))
+        return math.nan if any(number != number for number in numbers) else max(numbers)
+
+    def track(self, **objects: Any) -> None:
+        """Names what a step changes: modules, optimizers, schedulers, anything with ``state_dict`` and
+        ``load_state_dict``.
+
+        All of it is saved and restored under its name; modules are also made equal on all workers, to worker 0's. Call
+        it before the first step, evaluation or save. Of a compiled module the one inside is tracked: keys stay plain.
+
+        Raises:
+            UsageError: too late, a name twice, an object without state, or a module that cannot be trained this way.
         """
         for name, thing in objects.items():
             self._tracked.add(name, thing)
@@ -166,63 +202,106 @@ class Run:
         """A context manager: the recipe's precision, for the forward pass."""
         return autocast(self.recipe.precision, self.device)
 
+    @overload
+    def steps(
+        self, dataset: Dataset[Any], train_step: TrainStep, /, *, collate: Collate | None = None
+    ) -> Iterator[Done]: ...
+
+    @overload
     def steps(
         self,
         dataset: Dataset[Any],
-        train_step: Callable[[Step], None],
-        *,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> Iterator[Done]:
+        train_step: TrainStep,
+        second: TrainStep,
+        /,
+        *more: TrainStep,
+        collate: Collate | None = None,
+    ) -> Iterator[tuple[Done, ...]]: ...
+
+    def steps(
+        self, dataset: Dataset[Any], /, *train_steps: TrainStep, collate: Collate | None = None
+    ) -> Iterator[Done] | Iterator[tuple[Done, ...]]:
         """Runs ``train_step`` once for each step that is left, and yields what came of it. Collective.
 
         In the loop's body the step has happened, on every worker. After the body a checkpoint is due when
         ``execution.checkpoint_every`` says so, and always after the last step.
 
+        With several train steps, as for a GAN, each step of the run has as many *phases*: each is a transaction of its
+        own over the same samples, one after the other, and what is yielded is a `Done` for each.
+
         Args:
             dataset: map-style; the same on every worker.
-            train_step: called with a `Step`. State that it changes is tracked.
+            train_steps: called with a `Step`. State that they change is tracked.
             collate: makes a micro-batch of a list of samples.
 
         Raises:
             CheckpointError: a checkpoint could not be written, or the one to resume from is for another dataset.
             NonFiniteError: a loss or gradient is not finite, and the recipe says ``raise``.
+            UsageError: the workers' datasets differ, or nothing is tracked that could be trained.
         """
-        self._begin()
+        if not train_steps or not all(map(callable, train_steps)):
+            raise UsageError(
+                "cannot run the steps",
+                found=f"{len(train_steps)} train steps"
+                if all(map(callable, train_steps))
+                else "one that is no function",
+                needed="a function of a step",
+                fix="Write run.steps(dataset, train_step)",
+            )
+        call = calling(f"run.steps of {len(train_steps)} phases" if len(train_steps) > 1 else "run.steps")
+        if len(train_steps) > 1:
+            return self._steps(dataset, train_steps, collate, call)
+        return (done for (done,) in self._steps(dataset, train_steps, collate, call))
+
+    def _steps(
+        self, dataset: Dataset[Any], train_steps: Sequence[TrainStep], collate: Collate | None, call: str
+    ) -> Iterator[tuple[Done, ...]]:
         plan = Plan.of(self.recipe, sample_count(dataset))
-        self._check_samples(plan.samples)
-        end = min(self.length(dataset), self.execution.stop_at or self.length(dataset))
+        self._begin(call)
+        self._tracked.check_trainable(self.recipe.micro_batch)
+        length = self.length(dataset)
+        last = min(length, self.execution.stop_at or length)
         reducer = Reducer(
             self.team,
             self._tracked.parameters(),
             lanes=self.recipe.lanes,
             bucket_bytes=int(self.execution.bucket_mib * 2**20),
             gradients=self.recipe.gradients,
+            compress=self.recipe.compress,
+            overlap=self.execution.overlap,
         )
         buffers = LaneBuffers(self._tracked.modules)
         policy = Policy(on_nonfinite=self.recipe.on_nonfinite, skip_loss_above=self.recipe.skip_loss_above)
-        batches = self._loader(dataset, collate).train(plan, reducer.lanes, range(self.position, end))
+        steps = range(self.position, last)
+        batches = self._loader(dataset, collate).train(plan, reducer.lanes, steps, phases=len(train_steps), probe=True)
         try:
-            while self.position < end and self.stopped is None:
-                step = Step(
-                    number=self.position,
-                    plan=plan,
-                    batches=batches,
-                    reducer=reducer,
-                    buffers=buffers,
-                    team=self.team,
-                    policy=policy,
-                    signals=self._signals(),
-                )
-                train_step(step)
-                done = step.done()
-                self.position = done.step
+            data = {"samples": plan.samples, "content": content_digest(next(batches))}
+            check_data(self.team, data, self._data, call)
+            self._data = data
+            while self.position < last and self.stopped is None:
+                phases = []
+                for phase, train_step in enumerate(train_steps):
+                    step = Step(
+                        number=self.position,
+                        phase=phase,
+                        plan=plan,
+                        batches=batches,
+                        reducer=reducer,
+                        buffers=buffers,
+                        team=self.team,
+                        policy=policy,
+                        signals=self._signals(),
+                        tracked=self._tracked.ids,
+                    )
+                    phases.append(step.run(train_step))
+                self.position = phases[-1].step
                 self._metrics = {}
-                if done.save_failed:
-                    self._raise_failed_save()
-                self._log_digest(done)
-                yield done
-                self.stopped = done.stop or None
-                if self.position == end or self.stopped:
+                if self._saves and any(done.save_failed for done in phases):
+                    self._saves.raise_failure()
+                self._log_digest(phases)
+                yield tuple(phases)
+                self.stopped = max(done.stop for done in phases) or None
+                if self.position == last or self.stopped:
                     self.save()
                 elif self.execution.checkpoint_every and self.position % self.execution.checkpoint_every == 0:
                     self.save(wait=not self.execution.async_checkpoint)
@@ -233,9 +312,9 @@ class Run:
     def evaluate(
         self,
         dataset: Dataset[Any],
-        metrics: Callable[[Any], Mapping[str, tuple[Tensor | float, float] | Metric]],
+        metrics: Callable[[Any], Mapping[str, Metric | tuple[Tensor | float, float]]],
         *,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
     ) -> dict[str, Any]:
         """Every sample once, whatever the number of workers: sums and counts, computed once. Collective.
 
@@ -243,19 +322,19 @@ class Run:
 
         Args:
             dataset: map-style.
-            metrics: of one micro-batch, each as (sum, weight) or as one of `paceline.metrics`.
+            metrics: of one micro-batch, each a `paceline.metrics.Metric` or a pair (sum, weight), which means a mean.
             collate: as in `steps`.
 
         Returns:
-            Each metric over the whole dataset: of a pair its global sum over its global weight. Those that are single
-            numbers are noted in the checkpoint of this position.
+            What each metric computes from the counts of all samples; for a pair the global sum over the global weight.
 
         Raises:
-            UsageError: a metric of weight 0, of another kind in another micro-batch, or neither pair nor `Metric`.
+            UsageError: the global weight of a metric is 0, or ``metrics`` returns something else.
         """
-        self._begin()
-        modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
         samples = sample_count(dataset)
+        call = calling(f"run.evaluate of {samples} samples")
+        self._begin(call)
+        modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
         lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
         mine: LaneMetrics = {}
         for part, _ in modes:
@@ -271,13 +350,16 @@ class Run:
             for part, mode in modes:
                 part.training = mode
             seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
-        scores = computed(self.team.gather(mine), self.recipe.lanes)
-        self._metrics |= {name: score for name, score in scores.items() if isinstance(score, float | int)}
+        scores = computed(self.team.gather(mine, call), self.recipe.lanes)
+        self.note_metrics(scores)
         return scores
 
-    def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Adds held-out metrics of this position to its checkpoint, beside those of `evaluate`: for ``keep_best``."""
-        self._metrics |= metrics
+    def note_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Adds held-out metrics of this position to its checkpoint, beside those of `evaluate`: for ``keep_best``.
+
+        Those that are no single number are passed over.
+        """
+        self._metrics |= {name: value for name, value in metrics.items() if isinstance(value, float | int)}
 
     def save(self, *, wait: bool = True) -> None:
         """Saves a checkpoint of this position; does nothing without a run directory. Collective.
@@ -289,24 +371,10 @@ class Run:
         Raises:
             CheckpointError: it could not be written; the ones before it are untouched.
         """
-        self._begin()
-        if self.run_dir is None:
-            return
-        if self._writer is not None:
-            try:
-                snapshot = Snapshot.take(
-                    step=self.position,
-                    states=self._tracked.states(),
-                    position={"samples": self._samples},
-                    metrics=self._metrics,
-                )
-                self._writer.start(snapshot, self.identity)
-                if wait:
-                    self._writer.wait()
-            except CheckpointError as error:  # raised when the others know of it too
-                self._note_failure(error)
-        if wait and any(self.team.gather(self._save_failed())):
-            self._raise_failed_save()
+        call = calling("run.save")
+        self._begin(call)
+        if self._saves is not None:
+            self._saves.save(self.position, self._snapshot, self.identity, wait=wait, call=call)
 
     def digest(self) -> str:
         """Digest of everything tracked: 32 hexadecimal digits. Collective.
@@ -314,30 +382,25 @@ class Run:
         Raises:
             UsageError: the workers' states differ.
         """
-        self._begin()
-        return self._agreed_digest()[0]
-
-    def _agreed_digest(self) -> tuple[str, dict[str, str]]:
-        """The digest of all that is tracked, the same on all workers, and each tensor's."""
-        tensors = {name: tensor_digest(name, tensor) for name, tensor in self._tracked.tensors().items()}
-        whole = combined(tensors)
-        everyone = self.team.gather(whole)
-        if len(set(everyone)) > 1:
-            raise UsageError(
-                "the workers' states differ",
-                found=", ".join(f"worker {rank}: {value[:12]}" for rank, value in enumerate(everyone)),
-                needed="one digest",
-                fix="State that a step changes must be tracked, and changed alike on every worker",
-            )
-        return whole, tensors
+        call = calling("run.digest")
+        self._begin(call)
+        return agreed_digest(self.team, self._tracked.tensors(), call)[0]
 
     def request_stop(self, exit_code: int) -> None:
         """Asks the whole team to save and stop after the step at work. Safe in a signal handler; not collective."""
         self._stop_requested = max(self._stop_requested, exit_code)
 
     def close(self) -> None:
-        """Ends the run's threads and leaves the team."""
+        """Ends the run: leaves the team in order, lets a save in progress end. Collective; a script that ends normally
+        does it by itself.
+
+        Raises:
+            UsageError: another worker is not at its end, but in a call.
+        """
+        if self._closed:
+            return
         try:
+            self.team.barrier(calling("the end of the run"))
             self._close_files()
         finally:
             self.team.close()
@@ -346,96 +409,71 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        if kind is None or self.world_size == 1:
+        if kind is None:
             self.close()
             return
-        # Leaving the team in order would wait for workers that may be waiting for this one: they see it end instead.
         self._close_files()
+        if self.world_size == 1:  # else it would wait for workers that may be waiting for this one: they see it end
+            self.team.close()
 
     def _close_files(self) -> None:
+        self._closed = True
+        atexit.unregister(self._close_at_exit)
         try:
-            if self._writer is not None:
-                self._writer.close()
+            if self._saves is not None:
+                self._saves.close()
         finally:
             self.events.close()
 
-    def _claim(self, run_dir: Path, resume: Resume) -> None:
-        """Worker 0 looks at the run directory; all go on, or none."""
-        refusal: ConfigError | None = None
-        if self.is_main:
-            try:
-                prepare_run_dir(run_dir, resume)
-            except ConfigError as error:
-                refusal = error
-        if any(self.team.gather(refusal is not None)):
-            self.team.close()
-            raise refusal or TeamError("worker 0 refused the run directory", fix="See its error")
+    def _close_at_exit(self) -> None:
+        """An error in an atexit handler would be printed, and the exit code be that of success."""
+        try:
+            self.close()
+        except PacelineError as error:
+            here = env.read()
+            end(report(here.report_dir if here else None, self.rank, error))
 
     @property
     def identity(self) -> Identity:
         """What a checkpoint of this run belongs to."""
         return Identity.of({"recipe": as_dict(self.recipe), **self._about, "tracked": self._tracked.identity()})
 
-    def _begin(self) -> None:
+    def _begin(self, call: str) -> None:
         """Once, before anything else happens: equal states everywhere, then those of the checkpoint to resume from."""
         if self._tracked.begun:
             return
-        self._tracked.begin(self.team)
-        if not self._restore() and self.recipe.init_from is not None:
+        self._tracked.begin(self.team, call)
+        if not self._restore(call) and self.recipe.init_from is not None:
             self._tracked.load_weights(Path(self.recipe.init_from))
-        workers = self.team.gather(os.getpid())
+        workers = self.team.gather(os.getpid(), call)
         self.events.emit(
             "start",
             workers=self.world_size,
             pids=workers,
             lanes=self.recipe.lanes,
+            batch=self.recipe.batch,
+            micro_batch=self.recipe.micro_batch,
             device=self.device.type,
             parameters=sum(parameter.numel() for parameter in self._tracked.parameters()),
             resumed_from=self.position or None,
         )
 
-    def _restore(self) -> bool:
-        """Loads the newest good checkpoint if there is one and ``resume`` allows it."""
-        loaded = None if self._store is None or self._resume == "never" else self._store.load(self.identity)
-        found = self.team.gather((loaded.step, loaded.path.name) if loaded else None)
-        if len(set(found)) > 1:
-            raise CheckpointError(
-                "cannot resume",
-                found=f"other checkpoints on other workers: {found}",
-                needed="one run directory that all workers share",
-                fix="Put the run directory on a shared file system",
-            )
+    def _restore(self, call: str) -> bool:
+        loaded = self._saves.load(self.identity, self._resume, call) if self._saves else None
         if loaded is None:
-            if self._resume == "must":
-                raise CheckpointError(
-                    "cannot resume",
-                    found=f"no checkpoint in {self.run_dir}",
-                    needed="one, for --resume must",
-                    fix="Use --resume auto to start afresh where there is none",
-                    cause="usage",
-                )
             return False
-        for line in loaded.passed_over:
-            name, _, why = line.partition(": ")
-            self.events.emit("passed_over", what=name, why=why)
         self._tracked.load(loaded.states)
         self.position = loaded.step
-        self._samples = loaded.position["samples"]
+        self._data = loaded.position["data"]
         self._metrics = dict(loaded.metrics)
         return True
 
-    def _check_samples(self, samples: int) -> None:
-        if self._samples not in (None, samples):
-            raise CheckpointError(
-                "cannot resume",
-                found=f"a dataset of {samples} samples",
-                needed=f"{self._samples}, as the checkpoint's",
-                fix="Train on the same data, or start another run from these weights with recipe.init_from",
-                cause="usage",
-            )
-        self._samples = samples
+    def _snapshot(self) -> Snapshot:
+        return Snapshot.take(
+            step=self.position, states=self._tracked.states(), position={"data": self._data}, metrics=self._metrics
+        )
 
-    def _loader(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None) -> Loader:
+    def _loader(self, dataset: Dataset[Any], collate: Collate | None) -> Loader:
         return Loader(
             dataset,
             seed=self.recipe.seed,
@@ -445,31 +483,14 @@ class Run:
             threads=self.recipe.threads,
         )
 
-    def _log_digest(self, done: Done) -> None:
+    def _log_digest(self, phases: Sequence[Done]) -> None:
         """For `verify`: the whole state's digest, each tensor's, and each lane's loss to the last bit."""
-        every = self.execution.digest_every
-        if every is None or done.step % every:
+        step, every = phases[-1].step, self.execution.digest_every
+        if every is None or step % every:
             return
-        whole, tensors = self._agreed_digest()
-        lanes = [loss.hex() for loss in done.lane_losses]
-        self.events.emit("digest", step=done.step, digest=whole, lanes=lanes, tensors=tensors)
+        whole, tensors = agreed_digest(self.team, self._tracked.tensors(), f"the digest of step {step}")
+        lanes = [loss.hex() for done in phases for loss in done.lane_losses]
+        self.events.emit("digest", step=step, digest=whole, lanes=lanes, tensors=tensors)
 
     def _signals(self) -> Signals:
-        return Signals(stop=self._stop_requested, save_failed=self._save_failed())
-
-    def _save_failed(self) -> bool:
-        """On the worker that writes: whether a save has failed. Notes those that went well in the log."""
-        while self._writer is not None and (outcome := self._writer.outcome()) is not None:
-            if isinstance(outcome, Saved):
-                self.events.emit("checkpoint", step=outcome.step, seconds=outcome.seconds, path=str(outcome.path))
-            else:
-                self._note_failure(outcome)
-        return self._failure is not None
-
-    def _note_failure(self, error: CheckpointError) -> None:
-        self.events.emit("checkpoint", step=self.position, error=str(error))
-        self._failure = error
-
-    def _raise_failed_save(self) -> None:
-        """The writer's own error on the worker that writes; the others only know that there was one."""
-        raise self._failure or TeamError("worker 0 could not save a checkpoint", fix="See its error")
+        return Signals(stop=self._stop_requested, save_failed=bool(self._saves and self._saves.failed()))

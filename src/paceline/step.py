@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.data.order import Plan
 from paceline.determinism import seed_by
@@ -74,17 +77,19 @@ class Step:
     """Given to a train step function, which iterates over it, calls `backward` per micro-batch, then `update`.
 
     ``for batch in step`` gives this worker's micro-batches, lane by lane; in the loop's body torch, numpy and `random`
-    are seeded from (seed, step, lane, micro-batch), so dropout does not depend on who drives the lane. After the loop
-    they are seeded from (seed, step), so noise added to the gradients is the same on every worker.
+    are seeded from (seed, step, phase, lane, micro-batch), so dropout does not depend on who drives the lane. After the
+    loop they are seeded from (seed, step, phase), so noise added to the gradients is the same on every worker.
 
     Attributes:
         number: finished steps before this one; 0 in the first step. What a schedule is a function of.
+        phase: which of the train steps given to ``run.steps`` this is, from 0.
     """
 
     def __init__(
         self,
         *,
         number: int,
+        phase: int,
         plan: Plan,
         batches: Iterator[Any],
         reducer: Reducer,
@@ -92,11 +97,15 @@ class Step:
         team: Team,
         policy: Policy,
         signals: Signals,
+        tracked: Container[int],
     ) -> None:
-        self.number = number
+        self.number, self.phase = number, phase
+        self._name = f"step {number + 1}" + (f", phase {phase + 1}" if phase else "")
+        self._tracked = tracked
+        self._ahead: deque[Any] = deque()
         self._plan, self._batches, self._reducer, self._buffers = plan, batches, reducer, buffers
         self._team, self._policy, self._signals = team, policy, signals
-        self._phase: Literal["new", "batch", "between", "reduced", "updated"] = "new"
+        self._state: Literal["new", "batch", "between", "reduced", "updated"] = "new"
         self._row, self._last = 0, False
         self._table: list[list[float]] = []
         self._stop, self._save_failed = 0, False
@@ -106,32 +115,57 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         self._expect("new", "iterate over the step a second time", "one loop over the step")
-        self._reducer.begin_step()
+        self._reducer.begin_step(self._name)
         self._buffers.begin_step()
         for row, lane in enumerate(self._reducer.lanes):
             self._reducer.begin_lane(lane)
             micro_batches = self._plan.micro_batches(self.number, lane)
             for micro in range(micro_batches):
-                batch = next(self._batches)  # before the seed: loading in this process draws random numbers too
-                seed_by(self._plan.seed, "train", self.number, lane, micro)
+                # Before the seed: loading in this process draws random numbers too.
+                batch = self._ahead.popleft() if self._ahead else next(self._batches)
+                seed_by(self._plan.seed, "train", self.number, self.phase, lane, micro)
                 self._row = row
                 self._last = lane == self._reducer.lanes[-1] and micro == micro_batches - 1
-                self._phase = "batch"
+                self._state = "batch"
                 yield batch
                 self._expect("between", "go on to the next micro-batch", "one step.backward(loss, weight=...) for each")
             if micro_batches:
                 self._buffers.end_lane(lane)
-        self._phase = "between"
+        self._state = "between"
         self._reduce()
         # For what draws between here and the end of the update, which must be the same on every worker.
-        seed_by(self._plan.seed, "update", self.number)
+        seed_by(self._plan.seed, "update", self.number, self.phase)
 
-    def backward(self, loss: Tensor, *, weight: float) -> None:
+    def total(self, count: Callable[[Any], float]) -> float:
+        """The sum of ``count(batch)`` over all micro-batches of all lanes, known before the first backward. Collective.
+
+        For losses with several normalisers, such as tokens and boxes: divide each part by its own total and call
+        `backward` with the weight that is left, for instance 1 / (number of all micro-batches). Call it before the
+        loop; it loads this worker's micro-batches of the step at once and keeps them for the loop.
+
+        Args:
+            count: of one micro-batch, without gradients; an integer stays one.
+        """
+        self._expect("new", "count over the step", "step.total(count) before the loop over the step")
+        lanes = [(lane, self._plan.micro_batches(self.number, lane)) for lane in self._reducer.lanes]
+        if not self._ahead:
+            self._ahead.extend(islice(self._batches, sum(micro_batches for _, micro_batches in lanes)))
+        batches = iter(tuple(self._ahead))
+        with torch.no_grad():
+            mine = {lane: sum(_number(count(batch)) for batch in islice(batches, n)) for lane, n in lanes}
+        of_lanes = {
+            lane: value
+            for theirs in self._team.gather(mine, f"step.total of {self._name}")
+            for lane, value in theirs.items()
+        }
+        return total([of_lanes[lane] for lane in range(self._plan.lanes)])
+
+    def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
         """Adds one micro-batch to the step. Not collective; the team exchanges gradients during a worker's last one.
 
         Args:
             loss: sum over the micro-batch's samples or tokens, 0-dim. Several losses: add them up first.
-            weight: how many those are; gradients are divided once by the weight of all lanes together.
+            weight: how many those are, which must be said; gradients are divided once by the weight of all lanes.
 
         Raises:
             UsageError: called outside the loop over the step, or twice in one turn of it; or a loss or weight that is
@@ -139,56 +173,76 @@ class Step:
         """
         self._expect("batch", "call step.backward here", "one call for each micro-batch, in the loop over the step")
         _check_loss(loss)
-        _check_weight(weight)
         self._reducer.table[self._row, LOSS] += loss.detach()
-        self._reducer.table[self._row, WEIGHT] += weight
-        self._reducer.before_backward(last=self._last)
-        loss.backward()
-        self._phase = "between"
+        self._reducer.table[self._row, WEIGHT] += _checked_weight(weight)
+        with self._reducer.backward(last=self._last):
+            loss.backward()
+        self._state = "between"
 
     def update(
-        self, *optimizers: torch.optim.Optimizer, lr: float | None = None, max_norm: float | None = None
+        self,
+        *optimizers: torch.optim.Optimizer,
+        schedulers: Sequence[LRScheduler] = (),
+        lr: float | None = None,
+        max_norm: float | None = None,
     ) -> None:
         """Clips once, decides with all workers whether the step counts, and steps the optimizers; once in a step.
 
         A step that does not count leaves no trace: neither in parameters nor in buffers such as running statistics.
+        Schedulers go on all the same: a learning rate is a function of the step.
 
         Args:
-            optimizers: all that this step updates: one norm, one decision for all of them.
+            optimizers: all that this step updates: one norm, one decision for all of them. Tracked.
+            schedulers: of torch, stepped once after the optimizers. Tracked.
             lr: learning rate of every parameter group from now on; ``None`` leaves them.
             max_norm: clip the global norm of the optimizers' gradients to this; ``None``: no clipping.
 
         Raises:
             NonFiniteError: on every worker, when a loss or the norm is not finite and the recipe says ``raise``.
-            UsageError: the loop over the step has not ended, or a parameter's gradient is this worker's alone.
+            UsageError: the loop over the step has not ended, something is not tracked, or a parameter's gradient is
+                this worker's alone.
         """
         self._expect("reduced", "call step.update here", "one call, after the loop over the step, with all optimizers")
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        if not groups:
+        if not optimizers:
             raise UsageError("cannot update", found="no optimizer", needed="step.update(optimizer)")
-        self._phase = "updated"
+        self._refuse_untracked([*optimizers, *schedulers])
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._refuse_unreduced([parameter for group in groups for parameter in group["params"]])
+        self._state = "updated"
         if lr is not None:
             for group in groups:
                 group["lr"] = lr
         self._lr = float(groups[0]["lr"])
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        self._refuse_unreduced(parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self._grad_norm = float(norm)
-        if not self._decide():
+        if self._decide():
+            if max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
             self._buffers.restore()
-            return
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        for optimizer in optimizers:
-            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
 
-    def done(self) -> Done:
-        """The step's result, for the run.
+    def run(self, train_step: Callable[[Step], None]) -> Done:
+        """Calls ``train_step`` with this step and returns what came of it; for the run. Collective.
 
         Raises:
-            UsageError: the train step returned without having looped over the step and called `update`.
+            UsageError: ``train_step`` returned without having looped over the step and called `update`.
         """
+        try:
+            train_step(self)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):  # torch's batch norm
+                raise
+            raise UsageError(
+                f"cannot normalise a micro-batch of {self._name}",
+                found="BatchNorm over a single value per channel",
+                needed="more samples in each micro-batch, the last of an epoch too",
+                fix="Use a larger recipe.micro_batch, recipe.tail: drop, or GroupNorm, which needs no batch",
+            ) from error
         self._expect("updated", "end the step", "a loop over the step, then step.update(optimizer)")
         losses = tuple(row[LOSS] for row in self._table)
         weight = total([row[WEIGHT] for row in self._table])
@@ -231,7 +285,7 @@ class Step:
                 needed="none below 0, and one above 0",
                 fix="Pass the number of samples or tokens as step.backward(loss, weight=...)",
             )
-        self._phase = "reduced"
+        self._state = "reduced"
 
     def _decide(self) -> bool:
         """Whether to update, from reduced values only, so that every worker decides alike."""
@@ -252,26 +306,38 @@ class Step:
             self._skipped = mean > self._policy.skip_loss_above
         return not self._skipped
 
+    def _refuse_untracked(self, things: Sequence[object]) -> None:
+        """A resume would go on with another state of them."""
+        untracked = [type(thing).__name__ for thing in things if id(thing) not in self._tracked]
+        if untracked:
+            raise UsageError(
+                "cannot update",
+                found=f"a {untracked[0]} that is not tracked",
+                needed="all that a step changes tracked, so that it is saved and restored",
+                fix="Write run.track(model=model, optimizer=optimizer), and schedulers likewise, before the first step",
+            )
+
     def _refuse_unreduced(self, parameters: Sequence[Tensor]) -> None:
         """Workers would silently part if each updated a parameter by a gradient of its own."""
-        alone = [parameter for parameter in parameters if parameter not in self._reducer.reduced]
+        alone = [p for p in parameters if p.requires_grad and p not in self._reducer.reduced]
         if alone:
             raise UsageError(
                 "cannot update",
-                found=f"gradients of this worker alone ({len(alone)}, the first of shape {tuple(alone[0].shape)})",
+                found=f"{len(alone)} parameters whose gradients would be this worker's alone, the first of shape "
+                f"{tuple(alone[0].shape)}",
                 needed="parameters of tracked modules that required a gradient when run.steps began",
-                fix="Track every module that the optimizer updates",
+                fix="Track every module that the optimizer updates; after unfreezing some, call run.steps again",
             )
 
-    def _expect(self, phase: str, what: str, needed: str) -> None:
-        if self._phase != phase:
+    def _expect(self, state: str, what: str, needed: str) -> None:
+        if self._state != state:
             happened = {
                 "new": "nothing was done with the step yet",
                 "batch": "a micro-batch without step.backward",
                 "between": "step.backward was called already",
                 "reduced": "the loop over the step has ended, without step.update",
                 "updated": "step.update was called already",
-            }[self._phase]
+            }[self._state]
             raise UsageError(f"cannot {what}", found=happened, needed=needed, fix="See `paceline.Step`")
 
 
@@ -296,14 +362,23 @@ def _check_loss(loss: object) -> None:
         )
 
 
-def _check_weight(weight: object) -> None:
+def _checked_weight(weight: object) -> Any:
     """Its kind only: whether its value is sound shows when the lanes' weights are added, without a wait for a GPU."""
     number = weight.dim() == 0 if isinstance(weight, Tensor) else isinstance(weight, SupportsFloat)
     if not number:
-        shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"type {type(weight).__name__}"
+        shape = f"a weight of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else _kind(weight)
         raise UsageError(
             "cannot run backward",
-            found=f"a weight of {shape}",
+            found=shape,
             needed="a single number: how many samples or tokens the loss is a sum over",
             fix="Pass step.backward(loss, weight=len(batch))",
         )
+    return weight
+
+
+def _kind(weight: object) -> str:
+    return "no weight" if weight is None else f"a weight of type {type(weight).__name__}"
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

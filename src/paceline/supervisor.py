@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +35,10 @@ from paceline.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     PacelineError,
-    TeamError,
 )
 from paceline.run_dir import replace_text
 
-__all__ = ["report", "resolve_workers", "supervise"]
+__all__ = ["Outcome", "default_workers", "resolve_workers", "run_workers", "supervise"]
 
 _GRACE_S = 3.0
 """After a failure the other workers have this long to end by themselves and say so."""
@@ -62,45 +60,50 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def resolve_workers(recipe: Recipe, execution: Execution) -> int:
-    """How many workers to start on this machine; ``auto``: one per GPU, else one per two CPU cores, up to the lanes."""
+    """How many workers to start on this machine; ``auto``: the `default_workers`, up to the lanes."""
     if execution.workers != "auto":
         return execution.workers
-    if recipe.device != "cpu":
+    return min(default_workers(cuda=recipe.device != "cpu"), recipe.lanes)
+
+
+def default_workers(*, cuda: bool = True) -> int:
+    """One per GPU if ``cuda`` may be used and is there, else one per two CPU cores, at least one."""
+    if cuda:
         import torch
 
         if torch.cuda.is_available():
-            return min(torch.cuda.device_count(), recipe.lanes)
-    return max(1, min(len(os.sched_getaffinity(0)) // 2, recipe.lanes))
-
-
-def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
-    """Tells the supervisor, or standard error where there is none, why this worker ends. Returns its exit code.
-
-    A `TeamError` is an echo of another worker's failure; another `PacelineError` needs no traceback.
-    """
-    exit_code = error.exit_code if isinstance(error, PacelineError) else EXIT_FAILED
-    kind = "echo" if isinstance(error, TeamError) else "mistake" if isinstance(error, PacelineError) else "exception"
-    told = {
-        "rank": rank,
-        "time": time.time(),
-        "exit_code": exit_code,
-        "kind": kind,
-        "message": str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    if report_dir is None:
-        text = told["traceback"] if kind == "exception" else f"error: {error}"
-        print(f"paceline: worker {rank}: {text}", file=sys.stderr, flush=True)
-    else:
-        replace_text(report_dir / f"worker-{rank}.json", json.dumps(told))
-    return exit_code
+            return torch.cuda.device_count()
+    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def supervise(command: Sequence[str], workers: int, *, record: Path | None = None) -> int:
-    """Runs ``command`` in ``workers`` processes until all have ended; returns the exit code of the whole.
+    """`run_workers`, told as a command does: what failed goes to standard error, the exit code is returned."""
+    outcome = run_workers(command, workers, record=record)
+    if outcome.failure is not None:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a killed worker's progress display left the cursor hidden
+        print(outcome.failure, file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a team of workers ended.
+
+    Args:
+        exit_code: of the whole, a documented one.
+        failure: the first failure and what followed from it, in lines for a person; ``None``: none failed.
+    """
+
+    exit_code: int
+    failure: str | None = None
+
+
+def run_workers(command: Sequence[str], workers: int, *, record: Path | None = None) -> Outcome:
+    """Runs ``command`` in ``workers`` processes until all have ended.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are handed on to every worker, whose answer is theirs. When a worker fails, the
-    others are ended within seconds, and its failure is shown once. No process is left behind, whatever happens.
+    others are ended within seconds. No process is left behind, whatever happens.
 
     Args:
         command: program and arguments; each worker finds its place in its environment (see `paceline.env`).
@@ -232,11 +235,12 @@ class _Workers:
                 os.kill(process.pid, number)
 
 
-def _conclude(endings: Sequence[_Ending]) -> int:
-    """Shows the first failure, in the order of ``endings``; returns the exit code of the whole, a documented one."""
+def _conclude(endings: Sequence[_Ending]) -> Outcome:
+    """From the first failure, in the order of ``endings``."""
     failed = [ending for ending in endings if ending.exit_code not in _STOPS]
     if not failed:
-        return next((ending.exit_code for ending in endings if ending.exit_code != EXIT_DONE), EXIT_DONE)
+        stops = [ending.exit_code for ending in endings if ending.exit_code != EXIT_DONE]
+        return Outcome(exit_code=stops[0] if stops else EXIT_DONE)
     first, *others = failed
     told = first.report
     if told is None:
@@ -245,19 +249,21 @@ def _conclude(endings: Sequence[_Ending]) -> int:
         lines = [f"paceline: worker {first.rank} failed:", told["traceback"].rstrip()]
     else:
         lines = [f"paceline: error: {told['message']}"]
+        # Every worker that met the mistake, since it may stand in two places: one call here, another there.
+        alike = [ending.report for ending in failed if ending.report and ending.report["message"] == told["message"]]
+        lines += [f"  worker {report['rank']} at {report['place']}" for report in alike if report["place"]]
     echoes = 0
     for other in others:
-        if other.kind == "echo" or (told and other.report and other.report["message"] == told["message"]):
+        if told and other.report and other.report["message"] == told["message"]:
+            echoes += told["kind"] == "exception"
+        elif other.kind == "echo":
             echoes += 1
         else:
             what = other.report["message"] if other.report else str(_unreported(other))
             lines.append(f"paceline: worker {other.rank} failed too: {what}")
     if echoes:
         lines.append(f"paceline: {echoes} other worker{'s' if echoes > 1 else ''} ended because of it")
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # a killed worker's progress display left the cursor hidden
-    print("\n".join(lines), file=sys.stderr, flush=True)
-    return int(told["exit_code"]) if told else EXIT_FAILED
+    return Outcome(exit_code=int(told["exit_code"]) if told else EXIT_FAILED, failure="\n".join(lines))
 
 
 def _unreported(ending: _Ending) -> PacelineError:

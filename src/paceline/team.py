@@ -12,7 +12,10 @@ there; `gather` and `barrier` are whole jobs, for any other thread, and wait.
 from __future__ import annotations
 
 import datetime
+import hashlib
+import pickle
 import queue
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +29,16 @@ from torch import Tensor
 
 from paceline.determinism import configure_thread
 from paceline.env import WorkerEnv
-from paceline.errors import TeamError
+from paceline.errors import TeamError, UsageError
 
 __all__ = ["Pending", "SoloTeam", "Team", "ThreadTeam", "TorchTeam"]
 
 T = TypeVar("T")
 _LOST = object()
+_CALL_BYTES = 240
+"""Of the name of a call that are shown."""
+_ROOM = 128
+"""For teams inside one process: enough for a step's table with 64 lanes a worker."""
 
 
 class Pending(Generic[T]):
@@ -72,11 +79,15 @@ class _JobThread:
 
     def _run(self, threads: int) -> None:
         configure_thread(threads)
+        broken: BaseException | None = None
         while (item := self._queue.get()) is not None:
             future, job = item
             try:
+                if broken is not None:
+                    raise broken
                 future.set_result(job())
             except BaseException as error:  # raised where somebody waits for it
+                broken = error
                 future.set_exception(error)
             del item, future, job  # or the last job would keep its tensors alive
 
@@ -86,10 +97,14 @@ class Team(ABC):
 
     Args:
         threads: torch threads of the communication thread, which adds gradients.
+        room: how many numbers may ride on the opening of a call, the same on every worker.
     """
 
-    def __init__(self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int, room: int
+    ) -> None:
         self.rank, self.world_size, self.local_rank, self.device = rank, world_size, local_rank, device
+        self._room = room
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs = _JobThread(threads)
 
@@ -126,17 +141,59 @@ class Team(ABC):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """*In a job.* ``tensor`` of every worker, stacked: shape ``(world_size, *tensor.shape)``."""
 
-    @abstractmethod
-    def _gather_objects(self, value: Any) -> list[Any]:
+    def open(self, call: str, numbers: Tensor) -> Tensor:
+        """*In a job.* Begins a call of the whole team: see [Note: every call opens with its name].
+
+        Args:
+            call: what this worker is about to do and where, the same on every worker.
+            numbers: float64, 1-dim, at most ``room`` of them, of one length for one call.
+
+        Returns:
+            Everybody's ``numbers``, shape ``(world_size, len(numbers))``.
+
+        Raises:
+            UsageError: on every worker, when some are about to do something else.
+        """
+        row = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
+        row[0] = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little")  # exact as a float
+        row[1 : 1 + len(numbers)] = numbers
+        rows = self.all_gather(row)
+        if bool((rows[:, 0] != rows[0, 0]).any()):
+            self._refuse_to_mix(call)
+        return rows[:, 1 : 1 + len(numbers)]
+
+    def _refuse_to_mix(self, call: str) -> None:
+        text = call.encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
+        texts = self.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)).cpu()
+        calls = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts]
+        first = next(rank for rank, theirs in enumerate(calls) if theirs != calls[0])
+        raise UsageError(
+            "the workers have parted",
+            found=f"worker 0 in {calls[0]}, worker {first} in {calls[first]}",
+            needed="the same calls on every worker, in the same order",
+            fix="Take calls of the run out of `if run.is_main`, and leave a loop over run.steps on all workers or none",
+        )
+
+    def _gather_objects(self, value: Any, call: str) -> list[Any]:
         """*In a job.* ``value`` of every worker, in rank order."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        sizes = self.open(call, torch.tensor([len(mine)], dtype=torch.float64, device=self.device))[:, 0]
+        padded = mine.new_zeros(int(sizes.max()))
+        padded[: len(mine)] = mine
+        rows = self.all_gather(padded).cpu().numpy()
+        return [pickle.loads(row[: int(size)].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def gather(self, value: T) -> list[T]:
-        """A picklable value from every worker, in rank order. Collective; waits."""
-        return self.submit(lambda: self._gather_objects(value)).wait()
+    def gather(self, value: T, call: str = "gather") -> list[T]:
+        """A picklable value from every worker, in rank order. Collective; waits.
 
-    def barrier(self) -> None:
+        Args:
+            call: the name under which it opens; what this is part of, and where.
+        """
+        return self.submit(lambda: self._gather_objects(value, call)).wait()
+
+    def barrier(self, call: str = "barrier") -> None:
         """Returns when every worker has called it. Collective."""
-        self.gather(None)
+        self.gather(None, call)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites ``tensors``, of whatever strides, with worker 0's. Collective; waits."""
@@ -162,8 +219,8 @@ class Team(ABC):
 class SoloTeam(Team):
     """One worker, no process group. The communication thread still adds lanes, beside the backward."""
 
-    def __init__(self, device: torch.device, threads: int = 1) -> None:
-        super().__init__(rank=0, world_size=1, local_rank=0, device=device, threads=threads)
+    def __init__(self, device: torch.device, threads: int = 1, *, room: int = _ROOM) -> None:
+        super().__init__(rank=0, world_size=1, local_rank=0, device=device, threads=threads, room=room)
 
     def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         if sends or receives:
@@ -176,7 +233,7 @@ class SoloTeam(Team):
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
 
-    def _gather_objects(self, value: Any) -> list[Any]:
+    def _gather_objects(self, value: Any, call: str) -> list[Any]:
         return [value]
 
 
@@ -188,9 +245,14 @@ class TorchTeam(Team):
         timeout_s: seconds after which a wait for another worker is an error.
     """
 
-    def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float) -> None:
+    def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float, room: int) -> None:
         super().__init__(
-            rank=env.rank, world_size=env.world_size, local_rank=env.local_rank, device=device, threads=threads
+            rank=env.rank,
+            world_size=env.world_size,
+            local_rank=env.local_rank,
+            device=device,
+            threads=threads,
+            room=room,
         )
         self._timeout_s = timeout_s
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -221,7 +283,7 @@ class TorchTeam(Team):
         except (RuntimeError, dist.DistError) as error:
             raise TeamError(
                 f"worker {self.rank} lost touch with the others",
-                found=str(error).strip().splitlines()[0],
+                found=_cause(error),
                 needed=f"all {self.world_size} workers alive and answering within {self._timeout_s:g} s",
                 fix="Look for the first worker that failed, or raise execution.timeout_s",
             ) from error
@@ -251,16 +313,16 @@ class TorchTeam(Team):
             dist.all_gather_single(gathered.view(-1), tensor.contiguous().view(-1))
         return gathered
 
-    def _gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        with self._reaching():
-            dist.all_gather_object(values, value)
-        return values
-
     def close(self) -> None:
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _cause(error: BaseException) -> str:
+    """The first sentence of what torch says, without the line of its source."""
+    line = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().splitlines()[0])
+    return re.split(r"\. (?=[A-Z])|\.$", line)[0]
 
 
 class ThreadTeam(Team):
@@ -273,6 +335,7 @@ class ThreadTeam(Team):
             local_rank=rank,
             device=torch.device("cpu"),
             threads=torch.get_num_threads(),
+            room=_ROOM,
         )
         self._mail = mail
 
@@ -311,12 +374,9 @@ class ThreadTeam(Team):
         tensor.copy_(self.all_gather(tensor).sum(0))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._gather_objects(tensor.clone()))
-
-    def _gather_objects(self, value: Any) -> list[Any]:
         for rank in range(self.world_size):
-            self._post(rank, value)
-        return [self._take(rank) for rank in range(self.world_size)]
+            self._post(rank, tensor.clone())
+        return torch.stack([self._take(rank) for rank in range(self.world_size)])
 
     @staticmethod
     def run(world_size: int, work: Callable[[Team], T], timeout_s: float = 60.0) -> list[T]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.checkpoint import Store, compare_keys
 from paceline.determinism import aligned, flatten_state, tensor_digest
@@ -38,9 +40,16 @@ class Tracked:
                 needed="an object with state_dict and load_state_dict",
                 fix="Give it those two methods, or make it a function of the step",
             )
+        # What torch.compile returns has the same parameters under prefixed names (its class takes seconds to import).
+        thing = getattr(thing, "_orig_mod", thing)
         if isinstance(thing, nn.Module):
-            _refuse_sparse(name, thing)
+            _refuse_untrainable(name, thing)
         self._objects[name] = thing
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """``id`` of each of them."""
+        return frozenset(map(id, self._objects.values()))
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -52,6 +61,25 @@ class Tracked:
         modules = self.modules.values()
         return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
 
+    def check_trainable(self, micro_batch: int) -> None:
+        """Raises `UsageError`: nothing to train, or statistics over micro-batches of a single sample."""
+        if not self.parameters():
+            raise UsageError(
+                "cannot run the steps",
+                found="no tracked parameter that requires a gradient",
+                needed="at least one",
+                fix="Write run.track(model=model, optimizer=optimizer) before run.steps",
+            )
+        for name, module in self.modules.items():
+            for path, part in module.named_modules():
+                if micro_batch == 1 and isinstance(part, _BatchNorm) and part.training:
+                    raise UsageError(
+                        f"cannot train {name}",
+                        found=f"{path or name} ({type(part).__name__}) and recipe.micro_batch=1",
+                        needed="statistics over more than one sample",
+                        fix="Use a larger recipe.micro_batch, or GroupNorm, which needs no batch",
+                    )
+
     def states(self) -> dict[str, Any]:
         """``state_dict()`` of each object."""
         return {name: thing.state_dict() for name, thing in self._objects.items()}
@@ -60,12 +88,25 @@ class Tracked:
         """Every tensor of every state, by its path: ``model.head.weight``."""
         return dict(flatten_state(self.states()))
 
-    def begin(self, team: Team) -> None:
+    def begin(self, team: Team, call: str) -> None:
         """Aligns the modules' storage and makes them equal to worker 0's. Collective, once, before anything trains.
+
+        Args:
+            call: what this is part of, see `Team.open`.
 
         Raises:
             UsageError: another architecture on another worker; names the first parameter that differs.
         """
+        names = team.gather(sorted(self._objects), call)
+        for rank, theirs in enumerate(names):
+            if theirs != names[0]:
+                raise UsageError(
+                    "cannot begin the run",
+                    found=f"{', '.join(names[0]) or 'nothing'} tracked on worker 0, "
+                    f"{', '.join(theirs) or 'nothing'} on worker {rank}",
+                    needed="the same names on every worker",
+                    fix="Take run.track out of `if run.is_main`",
+                )
         self.begun = True
         # Now, since training changes them: a schedule the learning rate, for one.
         self._optimizers = {
@@ -78,12 +119,12 @@ class Tracked:
                 for tensor in [*module.parameters(), *module.buffers()]:
                     tensor.data = aligned(tensor.data)
             state = module.state_dict()
-            _check_architecture(name, team.gather(_shapes(state)))
-            digests = team.gather({key: tensor_digest(key, value) for key, value in state.items()})
+            _check_architecture(name, team.gather(_shapes(state), call))
+            digests = team.gather({key: tensor_digest(key, value) for key, value in state.items()}, call)
             if any(theirs != digests[0] for theirs in digests):
                 team.broadcast(list(state.values()))
         for name in sorted(self._objects.keys() - self.modules.keys()):
-            states = team.gather(_fingerprint(self._objects[name].state_dict()))
+            states = team.gather(_fingerprint(self._objects[name].state_dict()), call)
             others = [rank for rank, theirs in enumerate(states) if theirs != states[0]]
             if others:
                 raise UsageError(
@@ -162,14 +203,45 @@ def _check_architecture(name: str, shapes: list[dict[str, str]]) -> None:
         )
 
 
-def _refuse_sparse(name: str, module: nn.Module) -> None:
+def _refuse_untrainable(name: str, module: nn.Module) -> None:
+    """Raises `UsageError` for what cannot be trained this way, or not by anybody's workers."""
+
+    def refusal(found: str, needed: str, fix: str) -> UsageError:
+        return UsageError(f"cannot track {name}", found=found, needed=needed, fix=fix)
+
     for path, part in module.named_modules():
+        what = f"{path} ({type(part).__name__})" if path else f"a {type(part).__name__}"
+        if isinstance(part, nn.DataParallel | DistributedDataParallel):
+            raise refusal(
+                what,
+                "the bare model: one process drives one device, and the run exchanges the gradients",
+                "Track model.module, and start one worker per GPU with `paceline launch -n N`",
+            )
+        if isinstance(part, nn.SyncBatchNorm):
+            raise refusal(
+                what,
+                "a layer that does not communicate in forward: lanes of one worker would wait for each other, and torch "
+                "has it for GPUs only",
+                "Use BatchNorm, whose statistics are per lane and averaged after the step, or GroupNorm",
+            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise UsageError(
-                f"cannot track {name}",
-                found=f"sparse gradients of {path or type(part).__name__}",
-                needed="dense gradients: only those have one order of summation",
-                fix="Leave out sparse=True",
+            raise refusal(
+                f"sparse gradients of {what}",
+                "dense gradients: only those have one order of summation",
+                "Leave out sparse=True",
+            )
+    for path, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise refusal(
+                f"{path}, a lazy parameter without a shape",
+                "parameters that all workers can compare before the first step",
+                "Give the module its sizes, or call the model once before it is tracked",
+            )
+        if parameter.is_complex():
+            raise refusal(
+                f"{path}, a parameter of {parameter.dtype}",
+                "real parameters",
+                "Hold the real and the imaginary part, and join them in forward by torch.view_as_complex",
             )
 
 

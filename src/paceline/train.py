@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import time
@@ -15,13 +16,15 @@ from paceline.config import Execution, Recipe, Resume
 from paceline.determinism import compile_blocks, seed_by
 from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, UsageError, did_you_mean
 from paceline.events import Sink, warn
-from paceline.optim import build_optimizer, learning_rate
+from paceline.optim import build_optimizer, learning_rate, peak_lr
+from paceline.parsing import Settings, dump
+from paceline.progress import Progress, TensorBoard
 from paceline.run import Run
 from paceline.run_dir import replace_text
 from paceline.step import Done, Step
 from paceline.tasks import Task
 
-__all__ = ["train"]
+__all__ = ["train", "train_settings"]
 
 
 def train(
@@ -48,11 +51,13 @@ def train(
     about = {**(about or {}), "data": task.fingerprint()}
     with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, _obeying_signals(run):
         seed_by(recipe.seed, "model")
-        model = _checked_model(task).to(run.device)
-        optimizer = build_optimizer(model, recipe.optimizer)
+        model = _built(task).to(run.device)
+        run.track(model=model)
+        peak = peak_lr(recipe.optimizer, recipe.batch)
+        optimizer = build_optimizer(model, recipe.optimizer, batch=recipe.batch)
         if recipe.compile:
             compile_blocks(model)
-        run.track(model=model, optimizer=optimizer)
+        run.track(optimizer=optimizer)
         data = task.train_data()
         steps = run.length(data)
         reporter = _Reporter(run, task, model, steps)
@@ -62,9 +67,10 @@ def train(
                 with run.autocast():
                     loss, weight = _pair(task, task.loss(model, batch))
                 step.backward(loss, weight=weight)
-            lr = learning_rate(recipe.schedule, recipe.optimizer.lr, step.number, steps)
+            lr = learning_rate(recipe.schedule, peak, step.number, steps)
             step.update(optimizer, lr=lr, max_norm=recipe.max_norm)
 
+        reporter.log_scaling()
         model.train()
         for done in run.steps(data, train_step, collate=task.collate):
             reporter.log(done)
@@ -72,27 +78,26 @@ def train(
         return reporter.finish()
 
 
-def _checked_model(task: Task) -> nn.Module:
-    """The task's model, of a kind that can be trained."""
+def train_settings(settings: Settings, *, resume: Resume, is_main: bool) -> int:
+    """`train` as `paceline train` does it: shown on standard output, and ``config.yaml`` written. Collective."""
+    sinks: list[Sink] = []
+    if is_main:
+        sinks = [_ConfigFile(settings), Progress()]
+        if settings.execution.tensorboard:
+            sinks.append(TensorBoard(settings.run_dir / "tensorboard"))
+    task = settings.task.make()
+    arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
+    about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
+    return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
+
+
+def _built(task: Task) -> nn.Module:
     model = task.build_model()
-    maker = f"{type(task).__name__}.build_model"
     if not isinstance(model, nn.Module):
-        raise UsageError(f"cannot train what {maker} returns", found=_kind(model), needed="a torch.nn.Module")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise UsageError(
-                f"cannot train what {maker} returns",
-                found=f"{name}, a lazy parameter without a shape",
-                needed="parameters that all workers can compare before the first step",
-                fix="Give the module its sizes, or call the model once in build_model",
-            )
-        if parameter.is_complex():
-            raise UsageError(
-                f"cannot train what {maker} returns",
-                found=f"{name}, a parameter of {parameter.dtype}",
-                needed="real parameters",
-                fix="Hold the real and the imaginary part, and join them in forward by torch.view_as_complex",
-            )
+        found = _kind(model)
+        raise UsageError(
+            f"cannot train what {type(task).__name__}.build_model returns", found=found, needed="a torch.nn.Module"
+        )
     return model
 
 
@@ -111,6 +116,25 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"an object of {type(value).__qualname__}"
 
 
+class _ConfigFile:
+    """Writes ``config.yaml`` when the run has started: a refused resume must not change that of the run there.
+
+    ``device: auto`` becomes what it turned out to be.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "start":
+            recipe = dataclasses.replace(self._settings.recipe, device=event["device"])
+            text = dump(dataclasses.replace(self._settings, recipe=recipe))
+            replace_text(self._settings.run_dir / "config.yaml", text)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class _Reporter:
     """What a run tells: losses and speed by cadence, held-out metrics, and in the end its result."""
 
@@ -126,7 +150,17 @@ class _Reporter:
                 fix="Leave out execution.keep_best, or prepare data with a held-out part",
             )
         self._known: dict[str, Any] = {}
+        # Of what has no tokens the log says samples. `result.json` has the one name, as documented.
+        self._speed = "samples_per_s" if task.tokens_per_sample() == 1 else "tokens_per_s"
         self._begun, self._samples = time.perf_counter(), 0
+
+    def log_scaling(self) -> None:
+        """One `lr_scaling` event, if the learning rate follows the batch."""
+        recipe, chosen = self._run.recipe, self._run.recipe.optimizer
+        if chosen.lr_scaling != "none":
+            lr = peak_lr(chosen, recipe.batch)
+            scale = {"rule": chosen.lr_scaling, "batch": recipe.batch, "base_batch": chosen.base_batch}
+            self._run.events.emit("lr_scaling", lr=lr, base_lr=chosen.lr, **scale)
 
     def log(self, done: Done) -> None:
         """One `step` event every ``log_every`` steps, for the last step, and for each that was skipped."""
@@ -134,13 +168,15 @@ class _Reporter:
         if not (self._due(done, self._run.execution.log_every) or done.skipped or done.stop):
             return
         elapsed_s = time.perf_counter() - self._begun
-        self._known |= {"loss": done.loss, "tokens_per_s": self._samples * self._task.tokens_per_sample() / elapsed_s}
+        per_s = self._samples * self._task.tokens_per_sample() / elapsed_s
+        self._known |= {"loss": done.loss, "tokens_per_s": per_s}
         self._run.events.emit(
             "step",
             step=done.step,
             steps=self._steps,
             epoch=done.epoch,
-            **self._known,
+            loss=done.loss,
+            **{self._speed: per_s},
             **self._task.derive({"loss": done.loss}, "train"),
             grad_norm=done.grad_norm,
             lr=done.lr,

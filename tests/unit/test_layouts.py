@@ -219,7 +219,7 @@ def test_models_that_start_unlike_become_worker_0s(workers: int) -> None:
     def begin(team: Team) -> None:
         tracked = Tracked()
         tracked.add("model", models[team.rank])
-        tracked.begin(strictly(team))
+        tracked.begin(strictly(team), "begin")
 
     ThreadTeam.run(workers, begin)
     for model in models:

@@ -203,7 +203,7 @@ def test_an_update_of_what_is_not_tracked_is_refused_by_every_worker(workers: in
     assert len({str(error) for error in errors}) == 1
     for error in errors:
         assert_four_beats(error)
-        assert "2, the first of shape (6, 6)" in str(error)
+        assert "2 parameters whose gradients would be this worker's alone, the first of shape (6, 6)" in str(error)
         assert "Track every module" in str(error)
     assert len(kept) == workers * 4  # refused in the first step, and nothing was changed before
     assert all(same_bytes(parameter.detach(), before) for parameter, before in kept)

@@ -267,7 +267,10 @@ def test_another_model_or_optimizer_is_another_identity(tmp_path: Path) -> None:
 
 def test_another_dataset_is_refused(tmp_path: Path) -> None:
     train(how=execution(tmp_path, stop_at=2))
-    with Run(RECIPE, execution(tmp_path), resume="auto") as run, pytest.raises(CheckpointError, match="20 samples"):
+    with (
+        Run(RECIPE, execution(tmp_path), resume="auto") as run,
+        pytest.raises(CheckpointError, match="another dataset, samples: 20"),
+    ):
         Trained(run).steps(TensorDataset(*DATA[:20]))
 
 

@@ -394,7 +394,7 @@ def passing(loss: Any = None, weight: Any = 1) -> Any:
         (passing(loss=3.0), "a loss of type float"),
         (passing(loss=torch.tensor(3.0)), "a loss without a gradient"),
         (passing(weight="many"), "a weight of type str"),
-        (passing(weight=None), "a weight of type NoneType"),
+        (passing(weight=None), "found no weight"),
         (passing(weight=torch.ones(2)), "a weight of shape (2,)"),
         (passing(weight=-1), "a weight of -"),
         (passing(weight=torch.tensor(float("nan"))), "a weight of nan of lane 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Image(nn.Module):
 
 
 def begin_unlike(execution: Execution) -> dict[str, Any]:
-    with Run(RECIPE, execution) as run:
+    with Run(dataclasses.replace(RECIPE, micro_batch=2, batch=2 * RECIPE.batch), execution) as run:
         seed_by("other weights on every worker", run.rank)
         model = Image()
         with torch.no_grad():

@@ -22,6 +22,7 @@ from paceline.config import Execution, Recipe
 from paceline.errors import ConfigError
 from paceline.run_dir import prepare_run_dir
 from paceline.supervisor import resolve_workers, supervise
+from paceline.worker import report
 
 DEADLINE_S = 15.0
 PROLOGUE = """
@@ -29,7 +30,7 @@ import os, signal, sys, time
 from pathlib import Path
 from paceline import env
 from paceline.errors import ConfigError, TeamError
-from paceline.supervisor import report
+from paceline.worker import report
 
 here = env.read()
 rank = here.rank
@@ -308,8 +309,8 @@ def test_handlers_are_as_before(tmp_path: Path) -> None:
 
 
 def test_a_report_under_another_launcher_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert supervisor.report(None, 1, ConfigError("cannot start", fix="Write x")) == 2
-    assert supervisor.report(None, 1, ValueError("x")) == 1
+    assert report(None, 1, ConfigError("cannot start", fix="Write x")) == 2
+    assert report(None, 1, ValueError("x")) == 1
     err = capsys.readouterr().err
     assert "worker 1: error: cannot start" in err and "ValueError: x" in err
 

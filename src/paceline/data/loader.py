@@ -7,21 +7,25 @@ it dies with it, and ignores the signals that are meant for it.
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.data.order import Plan
-from paceline.determinism import aligned, configure_thread, seed_by
+from paceline.determinism import aligned, configure_thread, seed_by, tensor_digest
 from paceline.errors import UsageError
 
-__all__ = ["Loader", "move", "sample_count"]
+__all__ = ["Loader", "content_digest", "move", "sample_count"]
 
 Index = tuple[int, int]
 """(epoch, sample): what the randomness of a sample is keyed by."""
@@ -95,14 +99,25 @@ class Loader:
         self._dataset, self._seed, self._collate = _Keyed(dataset, seed), seed, collate or default_collate
         self._device, self._loader_workers, self._threads = device, loader_workers, threads
 
-    def train(self, plan: Plan, lanes: range, steps: range) -> Generator[Any, None, None]:
-        """The micro-batches of ``lanes``, lane by lane, step by step. Closing it ends its loader workers."""
-        return self._load(
+    def train(
+        self, plan: Plan, lanes: range, steps: range, *, phases: int = 1, probe: bool = False
+    ) -> Generator[Any, None, None]:
+        """The micro-batches of ``lanes``, lane by lane, phase by phase, step by step.
+
+        Before them a ``probe``, if asked for: a micro-batch of samples from all over the dataset, the same for every
+        worker and run, to compare the data by. It comes through the loader workers as all else does: a dataset may open
+        files when first read, and they must not be open when the workers are forked. Closing the generator ends the
+        loader workers.
+        """
+        probed = np.linspace(0, plan.samples - 1, min(plan.samples, plan.micro_batch), dtype=np.int64)
+        batches = (
             [(plan.epoch_of(step), int(index)) for index in indices]
             for step in steps
+            for _ in range(phases)
             for lane in lanes
             for indices in plan.lane(step, lane)
         )
+        return self._load(chain([[(0, int(index)) for index in probed]] if probe else [], batches))
 
     def evaluate(
         self, samples: int, micro_batch: int, lanes: range, all_lanes: int
@@ -166,14 +181,45 @@ class _Start:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """All tensors in nested dicts, lists and tuples on ``device``, float ones on 64-byte-aligned storage."""
+    """All tensors in nested mappings, lists and tuples on ``device``, float ones on 64-byte-aligned storage.
+
+    Mappings and tuples keep their class, and so their attributes. Other objects are asked to move themselves, if they
+    have a method ``to``.
+    """
     if isinstance(batch, Tensor):
         moved = batch.to(device, non_blocking=True)
         return aligned(moved) if moved.is_floating_point() else moved
-    if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):
+        like = copy.copy(batch)
+        for key, value in batch.items():
+            like[key] = move(value, device)
+        return like
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(move(value, device) for value in batch)
-    return batch
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def content_digest(batch: Any) -> str:
+    """A digest of what a batch holds, 32 hexadecimal digits; objects of unknown classes count by their class alone."""
+    hasher = xxhash.xxh3_128()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor | np.ndarray):
+            hasher.update(tensor_digest("", torch.as_tensor(value)).encode())
+        elif isinstance(value, Mapping):
+            for key, below in value.items():
+                hasher.update(repr(key).encode())
+                add(below)
+        elif isinstance(value, list | tuple):
+            hasher.update(b"[%d]" % len(value))
+            for below in value:
+                add(below)
+        elif value is None or isinstance(value, bool | int | float | str | bytes):
+            hasher.update(repr(value).encode())
+        else:
+            hasher.update(type(value).__qualname__.encode())
+
+    add(batch)
+    return hasher.hexdigest()

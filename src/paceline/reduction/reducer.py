@@ -8,7 +8,8 @@ pointed at its view, backward accumulates. (Letting a lone lane start from ``gra
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -30,13 +31,15 @@ LOSS, WEIGHT = 0, 1
 class Reducer:
     """Reduces the gradients of ``parameters`` over all lanes of a team.
 
-    One step is: for each lane of this worker `begin_lane`, and around each backward `before_backward`; then `finish`.
+    One step is: for each lane of this worker `begin_lane`, and around each backward `backward`; then `finish`.
 
     Args:
         parameters: those that require a gradient, the same on every worker and in the same order.
         lanes: of the recipe.
         bucket_bytes: size of one exchange.
         gradients: see `Exchange`.
+        compress: see `Exchange`.
+        overlap: full buckets leave during the last backward; otherwise all leave in `finish`.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Reducer:
         lanes: int,
         bucket_bytes: int,
         gradients: Literal["exact", "allreduce"],
+        compress: Literal["none", "bf16"] = "none",
+        overlap: bool = True,
     ) -> None:
         self._team, self._parameters, self._lanes = team, list(parameters), lanes
         self.reduced = frozenset(parameters)
@@ -55,16 +60,18 @@ class Reducer:
         self._buckets = assign(self._parameters, bucket_bytes)
         self._bucket_of = {index: at for at, bucket in enumerate(self._buckets) for index in bucket.members}
         self._sums = LaneSums(self._parameters, self._buckets, lanes)
-        self._exchange = Exchange(team, lanes, gradients)
+        self._exchange = Exchange(team, lanes, gradients, compress)
         self._views: list[Tensor] = []
         # Wide enough for the worker with the most lanes: every worker gathers the same shape.
         rows = -(-lanes // team.world_size)
         self.table = torch.zeros(rows, 2, dtype=torch.float64, device=team.device)
         """This worker's lanes: summed loss and summed weight. The step fills it in."""
+        self._call = ""
+        self._in_lane, self._expecting = False, False
         self._gathered = torch.empty(0)
         self._divisor = torch.empty(0)
         self._pending: list[Pending[None]] = []
-        self._overlapping = False
+        self._overlap, self._overlapping = overlap, False
         self._waiting_for: list[set[int]] = []
         self._launched = 0
         self.used = [False] * len(self._parameters)
@@ -79,8 +86,9 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def begin_step(self) -> None:
-        """Forgets the step before."""
+    def begin_step(self, call: str) -> None:
+        """Forgets the step before. ``call`` is the step's name for the team, see `Team.open`."""
+        self._call = call
         self._sums.reset()
         self.table.zero_()
         self.used = [False] * len(self._parameters)
@@ -90,14 +98,19 @@ class Reducer:
     def begin_lane(self, lane: int) -> None:
         """From now on backward accumulates for ``lane``. The lanes of a worker come in order, the empty ones too."""
         self._views = self._sums.begin(lane).views
+        self._in_lane = True
         self._point_grads()
 
-    def before_backward(self, *, last: bool) -> None:
-        """Before each backward of the lane; ``last``: of the last lane, so that full buckets may leave during it."""
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around each backward of a lane; ``last``: of the last lane, so that full buckets may leave during it."""
         self._point_grads()  # zero_grad() in user code takes them off
-        if last:
+        if last and self._overlap:
             self._send_table()
             self._overlapping = True
+        self._expecting = True
+        yield
+        self._expecting = False
 
     def finish(self) -> Tensor:
         """After the last backward: waits until every ``param.grad`` is the global sum divided by the global weight.
@@ -105,6 +118,7 @@ class Reducer:
         Returns:
             The table of all lanes, shape ``(lanes, 2)``, float64, on the team's device. Collective.
         """
+        self._in_lane = False
         if not self._overlapping:
             self._send_table()
         while self._launched < len(self._buckets):
@@ -129,6 +143,13 @@ class Reducer:
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
         """After each accumulation into a parameter's gradient, in the thread that runs backward."""
+        if self._in_lane and not self._expecting:
+            raise UsageError(
+                "cannot count this gradient",
+                found=f"loss.backward() inside the step, for a parameter {tuple(parameter.shape)}",
+                needed="step.backward(loss, weight=...), once for each micro-batch",
+                fix="Add up losses first; for gradients of inputs, as in a penalty, use torch.autograd.grad",
+            )
         view = self._views[index]
         if parameter.grad is not view:  # create_graph=True accumulates out of place
             assert parameter.grad is not None
@@ -142,7 +163,8 @@ class Reducer:
                     "cannot reduce the gradients of this step",
                     found=f"another gradient of a parameter {tuple(parameter.shape)} when its sum was on its way",
                     needed="a last backward that reaches each parameter once",
-                    fix="Add up losses before step.backward; recompute with use_reentrant=False if parts share weights",
+                    fix="Add up losses before step.backward; recompute shared parts with use_reentrant=False; or set "
+                    "execution.overlap: false",
                 )
             self._waiting_for[bucket].discard(index)
             while self._launched < len(self._buckets) and not self._waiting_for[self._launched]:
@@ -158,7 +180,7 @@ class Reducer:
         """Losses and weights go first: they are known before the last backward, and the division needs the weight."""
 
         def job() -> None:
-            gathered = self._team.all_gather(self.table)
+            gathered = self._team.open(self._call, self.table.flatten()).view(-1, *self.table.shape)
             rows = []
             for rank in range(self._team.world_size):
                 mine = lanes_of(rank, self._team.world_size, self._lanes)

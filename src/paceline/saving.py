@@ -1,0 +1,111 @@
+"""The checkpoints of a run: written by worker 0 alone, and how that went is known to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.checkpoint import Loaded, Saved, Snapshot, Store, Writer
+from paceline.config import Execution, Identity, Resume
+from paceline.errors import CheckpointError, ConfigError, TeamError
+from paceline.events import EventLog
+from paceline.run_dir import prepare_run_dir
+from paceline.team import Team
+
+__all__ = ["Saves", "claim"]
+
+
+def claim(run_dir: Path, resume: Resume, team: Team) -> None:
+    """Worker 0 looks at the run directory; all go on, or none. Collective.
+
+    Raises:
+        ConfigError: as `prepare_run_dir`; on the other workers a `TeamError`, its echo.
+    """
+    refusal: ConfigError | None = None
+    if team.rank == 0:
+        try:
+            prepare_run_dir(run_dir, resume)
+        except ConfigError as error:
+            refusal = error
+    if any(team.gather(refusal is not None, "paceline.Run")):
+        team.close()
+        raise refusal or TeamError("worker 0 refused the run directory", fix="See its error")
+
+
+class Saves:
+    """Saving in the background on the one worker that writes, and restoring on all of them."""
+
+    def __init__(self, run_dir: Path, execution: Execution, team: Team, events: EventLog) -> None:
+        self._run_dir, self._team, self._events = run_dir, team, events
+        self._store = Store(run_dir / "checkpoints", keep=execution.keep, keep_best=execution.keep_best)
+        # A disk that hangs is this worker's error before the others' wait for it is theirs.
+        self._writer = Writer(self._store, timeout_s=execution.timeout_s / 2) if team.rank == 0 else None
+        self._step = 0
+        self._failure: CheckpointError | None = None
+
+    def load(self, identity: Identity, resume: Resume, call: str) -> Loaded | None:
+        """The newest good checkpoint if there is one and ``resume`` allows it, the same on all workers. Collective.
+
+        Raises:
+            CheckpointError: the workers see other checkpoints, or there is none and ``resume`` is ``must``.
+        """
+        loaded = None if resume == "never" else self._store.load(identity)
+        found = self._team.gather((loaded.step, loaded.path.name) if loaded else None, call)
+        if len(set(found)) > 1:
+            raise CheckpointError(
+                "cannot resume",
+                found=f"other checkpoints on other workers: {found}",
+                needed="one run directory that all workers share",
+                fix="Put the run directory on a shared file system",
+            )
+        if loaded is None and resume == "must":
+            raise CheckpointError(
+                "cannot resume",
+                found=f"no checkpoint in {self._run_dir}",
+                needed="one, for --resume must",
+                fix="Use --resume auto to start afresh where there is none",
+                cause="usage",
+            )
+        for line in loaded.passed_over if loaded else ():
+            name, _, why = line.partition(": ")
+            self._events.emit("passed_over", what=name, why=why)
+        return loaded
+
+    def save(self, step: int, take: Callable[[], Snapshot], identity: Identity, *, wait: bool, call: str) -> None:
+        """Writes what ``take`` copies after ``step`` finished steps, on worker 0. Collective if ``wait``.
+
+        Raises:
+            CheckpointError: it could not be written; on the other workers a `TeamError`, its echo.
+        """
+        if self._writer is not None:
+            try:
+                self._step = step
+                self._writer.start(take(), identity)
+                if wait:
+                    self._writer.wait()
+            except CheckpointError as error:  # raised when the others know of it too
+                self._note_failure(error)
+        if wait and any(self._team.gather(self.failed(), call)):
+            self.raise_failure()
+
+    def failed(self) -> bool:
+        """On the worker that writes: whether a save has failed. Notes those that went well in the log."""
+        while self._writer is not None and (outcome := self._writer.outcome()) is not None:
+            if isinstance(outcome, Saved):
+                self._events.emit("checkpoint", step=outcome.step, seconds=outcome.seconds, path=str(outcome.path))
+            else:
+                self._note_failure(outcome)
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """The writer's own error on the worker that writes; the others only know that there was one."""
+        raise self._failure or TeamError("worker 0 could not save a checkpoint", fix="See its error")
+
+    def close(self) -> None:
+        """Lets the save in progress end."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        self._events.emit("checkpoint", step=self._step, error=str(error))
+        self._failure = error

@@ -1,0 +1,164 @@
+"""What a worker process runs, and how it tells why it ends.
+
+    python -m paceline.worker script PATH ARGS...     a script of the user's, as `python PATH ARGS...` would
+    python -m paceline.worker module NAME ARGS...     a module, as `python -m NAME ARGS...` would
+    python -m paceline.worker function FILE           a function handed over by `paceline.launch`
+
+A failure goes to the supervisor as a report, or to standard error under another launcher: a mistake in four beats with
+the line of the user's code, anything else with its traceback. Then the process ends at once, since threads and
+destructors might wait for workers that are long gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from paceline import env
+from paceline.callsite import raised_at
+from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PacelineError, TeamError, UsageError
+from paceline.run_dir import replace_text
+
+__all__ = ["end", "report", "tell_uncaught_errors", "work"]
+
+
+def work(body: Callable[[], int]) -> int:
+    """Runs ``body`` as a worker and returns its exit code; if it fails, reports that and ends the process."""
+    here = env.read()
+    try:
+        return body()
+    except KeyboardInterrupt:
+        end(EXIT_INTERRUPTED)
+    except Exception as error:
+        end(report(here.report_dir if here else None, here.rank if here else 0, error))
+
+
+def end(exit_code: int) -> NoReturn:
+    """Ends this process now, with what it has printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
+    """Tells the supervisor, or standard error where there is none, why this worker ends. Returns its exit code.
+
+    A `TeamError` is an echo of another worker's failure; another `PacelineError` needs no traceback.
+    """
+    exit_code = error.exit_code if isinstance(error, PacelineError) else EXIT_FAILED
+    kind = "echo" if isinstance(error, TeamError) else "mistake" if isinstance(error, PacelineError) else "exception"
+    told = {
+        "rank": rank,
+        "time": time.time(),
+        "exit_code": exit_code,
+        "kind": kind,
+        "message": str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}",
+        "place": raised_at(error),
+        "traceback": _users_traceback(error),
+    }
+    if report_dir is None:
+        place = f"\n  at {told['place']}" if told["place"] else ""
+        text = told["traceback"] if kind == "exception" else f"error: {told['message']}{place}"
+        print(f"paceline: worker {rank}: {text}", file=sys.stderr, flush=True)
+    else:
+        replace_text(report_dir / f"worker-{rank}.json", json.dumps(told))
+    return exit_code
+
+
+def tell_uncaught_errors(*, alone: bool) -> None:
+    """From now on an error that nobody catches is told as `report` does; with other workers the process ends with it.
+
+    For scripts under another launcher or none: a worker that waited in its destructors would leave the others waiting
+    too. Does nothing where somebody else than torch.distributed has an eye on uncaught errors already.
+    """
+    if sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        here = env.read()
+        if alone and not isinstance(error, PacelineError):
+            sys.__excepthook__(kind, error, trace)
+        elif isinstance(error, Exception):
+            code = report(None, here.rank if here else 0, error)
+            if not alone:
+                end(code)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = tell
+
+
+def _run_script(name: str, arguments: list[str], *, module: bool) -> int:
+    """Runs a script or module as Python would. Its exit code if it ends by ``sys.exit``."""
+    sys.argv = [name, *arguments]
+    try:
+        if module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(name).resolve().parent)
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as ending:
+        return _exit_code(ending)
+    return EXIT_DONE
+
+
+def _call_function(file: Path) -> int:
+    """Calls the function that `paceline.launch` has left in ``file``, and leaves what it returns beside it."""
+    import cloudpickle
+
+    with file.open("rb") as stream:
+        sys.path[:] = json.loads(stream.readline())
+        function, arguments = cloudpickle.load(stream)
+    returned = function(*arguments)
+    try:
+        packed = cloudpickle.dumps(returned)
+    except Exception as error:
+        raise UsageError(
+            f"cannot hand back what {getattr(function, '__name__', 'the function')} returns",
+            found=f"{type(returned).__name__}: {error}",
+            needed="something that can be pickled",
+            fix="Return numbers, text, tensors, or lists and dicts of them",
+        ) from error
+    here = env.read()
+    (file.parent / f"returned-{here.rank if here else 0}").write_bytes(packed)
+    return EXIT_DONE
+
+
+def _exit_code(ending: SystemExit) -> int:
+    if ending.code is None or isinstance(ending.code, int):
+        return ending.code or EXIT_DONE
+    print(ending.code, file=sys.stderr)
+    return EXIT_FAILED
+
+
+def _users_traceback(error: BaseException) -> str:
+    """The traceback without the frames of this module and of `runpy`, by which a script is started."""
+    trace = error.__traceback__
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _main(words: list[str]) -> int:
+    what, path, *rest = words
+    body: dict[str, Callable[[], int]] = {
+        "script": lambda: _run_script(path, rest, module=False),
+        "module": lambda: _run_script(path, rest, module=True),
+        "function": lambda: _call_function(Path(path)),
+    }
+    code = work(body[what])
+    sys.stdout.flush()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
