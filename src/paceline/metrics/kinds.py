@@ -98,7 +98,7 @@ class Variance(Metric):
     """Mean and sum of squared deviations, merged without cancellation (Chan, Golub and LeVeque 1983).
 
     T. F. Chan, G. H. Golub, R. J. LeVeque: Algorithms for Computing the Sample Variance, The American Statistician 37
-    (1983), p. 242, equation 2.1.
+    (1983), pp. 242-247: the formula for combining two samples.
 
     Args:
         count: values.
