@@ -1,11 +1,13 @@
-"""The language task: cheap to make, lazy about data, honest about vocabularies and bytes."""
+"""Tasks on text: cheap to make, lazy about data, honest about vocabularies and bytes; models of transformers."""
 
 from __future__ import annotations
 
 import json
 import math
+import socket
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data.prepare import prepare
 from paceline.errors import ConfigError, DataError
-from paceline.tasks import Language, Prepare, Task
+from paceline.tasks import CausalLM, Language, Prepare, Task, TextTask
 
 SMALL: dict[str, Any] = {"width": 16, "layers": 1, "heads": 2, "context": 8}
 
@@ -131,6 +133,116 @@ def test_the_fingerprint_is_json_and_follows_the_content(bare_bin: Path) -> None
     assert Language(str(bare_bin), vocabulary=40, **SMALL).fingerprint() != before
 
 
+# Models of transformers.
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "llama": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+}
+
+
+def causal(data: Path, model_type: str = "gpt2", **config: Any) -> CausalLM:
+    return CausalLM(str(data), model_type, ARCHITECTURES.get(model_type, {}) | config, context=8, vocabulary=40)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_model_of_transformers_learns_from_the_same_data(
+    bare_bin: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something wants to be downloaded")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    task, ours = causal(bare_bin, model_type), Language(str(bare_bin), vocabulary=40, **SMALL)
+    model = task.build_model()
+    assert model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    batch = task.collate([task.train_data()[index] for index in range(3)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, weight = task.loss(model, batch)
+    assert (loss.dtype, loss.shape, weight) == (torch.float32, (), 24)
+    assert loss.item() / weight == pytest.approx(math.log(40), abs=0.3)
+    loss.backward()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    assert (task.fingerprint(), task.tokens_per_sample(), task.places) == (ours.fingerprint(), 8, ours.places)
+
+
+def test_the_loss_is_that_of_the_next_token(bare_bin: Path) -> None:
+    task = causal(bare_bin, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = task.build_model()
+    tokens_BT, targets_BT = task.collate([task.train_data()[index] for index in range(2)])
+    assert torch.equal(tokens_BT[:, 1:], targets_BT[:, :-1])
+    theirs = model(input_ids=tokens_BT, labels=tokens_BT).loss  # a mean; of all targets but the last of each sample
+    logits_BTV = model(input_ids=tokens_BT).logits
+    last = nn.functional.cross_entropy(logits_BTV[:, -1], targets_BT[:, -1], reduction="sum")
+    loss, _ = task.loss(model, (tokens_BT, targets_BT))
+    assert loss.item() == pytest.approx(theirs.item() * 14 + last.item(), rel=1e-5)
+
+
+def test_the_vocabulary_and_the_longest_sequence_follow_the_data(text: Path, tmp_path: Path) -> None:
+    prepare([str(text)], tmp_path / "data", glob="*.txt", valid=0.3, processes=1)
+    config: Any = CausalLM(str(tmp_path / "data"), config=ARCHITECTURES["gpt2"], context=16).build_model().config
+    assert (config.vocab_size, config.n_positions, config.eos_token_id) == (257, 16, 256)
+    longer = CausalLM(
+        str(tmp_path / "data"), config=ARCHITECTURES["gpt2"] | {"max_position_embeddings": 64}, context=16
+    )
+    assert cast(Any, longer.build_model().config).n_positions == 64
+    with pytest.raises(DataError, match=r"found vocabulary=40, 257 in"):
+        causal(tmp_path / "data").build_model()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "message"),
+    [
+        ("lama", {}, r"found model_type='lama', need one of the \d+ causal .* Did you mean 'llama'\?"),
+        ("gpt2", {"n_layers": 2}, r"config.n_layers: found an unknown name, .* Did you mean 'n_layer'\?"),
+        ("gpt2", {"n_head": 3}, "cannot build the gpt2 model: found ValueError: .*divisible"),
+        ("gpt2", {"n_embd": "16"}, "cannot build the gpt2 model: found .*n_embd"),
+        ("gpt2", {"n_positions": 4}, "found n_positions=4, context=8, need n_positions >= context"),
+        ("gpt2", {"vocab_size": 64}, r"found vocab_size=64, .* task.init_args.vocabulary"),
+        ("gpt2", {"dtype": "bfloat16"}, r"found dtype='bfloat16', .* recipe.precision: bf16"),
+        ("gemma3", {}, "without vocab_size, made of several, .* gemma3_text"),
+        ("bert", {"is_decoder": False}, "found outputs that depend on tokens to come"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_told_when_it_is_to_be_built(
+    bare_bin: Path, model_type: str, config: dict[str, Any], message: str
+) -> None:
+    task = causal(bare_bin, model_type, **config)
+    with pytest.raises(ConfigError, match=message):
+        task.build_model()
+
+
+def test_without_transformers_the_error_says_what_to_install(bare_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[hf\]'"):
+        causal(bare_bin).build_model()
+
+
+# Tasks of one's own.
+
+
+class Bigrams(TextTask):
+    """A language model of one's own is a model and a loss."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Embedding(self.vocabulary, self.vocabulary)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+        tokens_BT, targets_BT = batch
+        logits_NV = model(tokens_BT).flatten(0, 1)
+        return nn.functional.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum"), targets_BT.numel()
+
+
+def test_a_text_task_of_ones_own_needs_two_methods(bare_bin: Path) -> None:
+    task = Bigrams(str(bare_bin), context=8, vocabulary=40)
+    assert task.loss(task.build_model(), task.collate([task.train_data()[0]]))[1] == 8
+    with pytest.raises(ConfigError, match="found context=0"):
+        Bigrams(str(bare_bin), context=0)
+
+
 class Doubling(Task):
     """The least that a task can be."""
 
@@ -149,9 +261,9 @@ def test_a_task_of_ones_own_needs_three_methods() -> None:
     task = Doubling()
     batch = task.collate(task.train_data())
     assert batch[0].shape == (4, 1)
-    metrics = task.evaluate(task.build_model(), batch)
-    assert metrics.keys() == {"loss"}
-    assert metrics["loss"][1] == 4
+    model = task.build_model()
+    assert task.loss(model, batch)[1] == 4
+    assert task.evaluate(model, batch) == {"loss": task.loss(model, batch)}
     assert task.valid_data() is None
     assert (task.derive({"loss": 1.0}, "train"), task.fingerprint(), task.tokens_per_sample()) == ({}, {}, 1)
     with pytest.raises(TypeError, match="abstract"):

@@ -9,33 +9,58 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-__all__ = ["Task"]
+from paceline.errors import ConfigError
+from paceline.metrics import Metric
+
+__all__ = ["Task", "require"]
 
 
 class Task(ABC):
     """A model with its data, its loss and its metrics. Subclass it to train something of your own.
 
-    The constructor's typed arguments are what ``task.init_args`` may hold in the configuration (described by its
-    docstring's ``Args:``). It must be cheap and open no data: settings are checked in places that never train. A whole
-    task, used as ``class_path: mine.Digits``::
+    A whole task, in ``mine.py``:
 
-        class Digits(Task):
-            def __init__(self, data: str, width: int = 64) -> None:
-                self.data, self.width = data, width
+    >>> import torch, torch.nn.functional as F
+    >>> from torch.utils.data import TensorDataset
+    >>> class Parity(Task):
+    ...     def __init__(self, bits: int = 8, width: int = 64) -> None:
+    ...         self.bits, self.width = bits, width
+    ...
+    ...     def build_model(self) -> nn.Module:
+    ...         return nn.Sequential(nn.Linear(self.bits, self.width), nn.ReLU(), nn.Linear(self.width, 2))
+    ...
+    ...     def train_data(self) -> Dataset[Any]:
+    ...         numbers_S = torch.arange(2**self.bits)
+    ...         bits_SF = (numbers_S[:, None] >> torch.arange(self.bits)) & 1
+    ...         return TensorDataset(bits_SF.float(), bits_SF.sum(1) % 2)
+    ...
+    ...     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    ...         bits_BF, parity_B = batch
+    ...         return F.cross_entropy(model(bits_BF), parity_B, reduction="sum"), len(parity_B)
+    >>> task = Parity(bits=3)
+    >>> batch = task.collate([task.train_data()[index] for index in range(8)])
+    >>> loss, weight = task.loss(task.build_model(), batch)
+    >>> weight
+    8
 
-            def build_model(self) -> nn.Module:
-                return nn.Sequential(nn.Linear(64, self.width), nn.ReLU(), nn.Linear(self.width, 10))
+    It is trained with ``paceline train parity.yaml``, where that file says::
 
-            def train_data(self) -> Dataset[Any]:
-                return TensorDataset(*torch.load(self.data))
+        task:
+          class_path: mine.Parity
+          init_args: {bits: 12}
+        recipe: {batch: 64, micro_batch: 8, lanes: 8, epochs: 5}
 
-            def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-                x_BF, y_B = batch
-                return F.cross_entropy(model(x_BF), y_B, reduction="sum"), len(y_B)
+    **The constructor** says by its typed arguments what ``init_args`` may hold, and by its docstring's ``Args:`` what
+    they mean. It keeps them and does no more: no data is opened, since settings are checked in places that never train.
 
-    Losses and metrics are pairs (sum, weight): all sums and all weights of the team are added, then divided once, so
-    that no sample counts for more because of the worker or the micro-batch it fell into. Nothing here is collective;
-    every method but the constructor is called in every worker, with torch's generator seeded by the run.
+    **Losses and metrics are sums with the number of samples or tokens in them, never means.** All sums and all weights
+    of the team are added, then divided once, so that no sample counts for more because of the worker or the micro-batch
+    it fell into. So: ``reduction="sum"``.
+
+    **Every method is called in every worker** and must do the same there; nothing in a task needs to know the worker's
+    rank. None of them is collective. Random numbers come from torch, numpy or `random`, which the run seeds: for the
+    initial weights, for the dropout of each micro-batch, and in the dataset for each sample anew, keyed by epoch and
+    index, so that augmentation is the same whoever loads the sample.
     """
 
     places: ClassVar[tuple[str, ...]] = ()
@@ -44,26 +69,41 @@ class Task(ABC):
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """A new model on the CPU in float32, initialised from torch's global generator, which the caller has seeded."""
+        """A new model on the CPU in float32, initialised from torch's global generator, which the caller has seeded.
+
+        It stays a plain module: what ``safetensors.torch.load_file`` reads from a checkpoint's ``model.safetensors``
+        loads into a new one with ``load_state_dict``.
+        """
 
     @abstractmethod
     def train_data(self) -> Dataset[Any]:
-        """The training samples: a map-style dataset with a length, the same in every worker."""
+        """The training samples: a map-style dataset (``len(data)``, ``data[index]``), the same in every worker."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-        """The loss of one micro-batch as (sum over its samples or tokens, how many those are); never a mean."""
+        """The loss of one micro-batch as (sum over its samples or tokens, how many those are); never a mean.
+
+        ``batch`` is what `collate` made, on the model's device; it may hold fewer samples than ``recipe.micro_batch``
+        at the end of an epoch.
+        """
 
     def valid_data(self) -> Dataset[Any] | None:
         """The held-out samples, or ``None``: then nothing is evaluated."""
         return None
 
-    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor | float, float]]:
-        """Each metric of one held-out micro-batch as (sum, weight), without gradients; at least ``loss``."""
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor | float, float] | Metric]:
+        """The metrics of one held-out micro-batch by name, at least ``loss``; each a pair (sum, weight) or a `Metric`.
+
+        Called with the model in eval mode and without gradients, once for every held-out sample whatever the number of
+        workers.
+        """
         return {"loss": self.loss(model, batch)}
 
-    def derive(self, scores: Mapping[str, float], split: Literal["train", "valid"]) -> dict[str, float]:
-        """Further values that follow from the divided ``scores`` of a split, such as a perplexity from a loss."""
+    def derive(self, scores: Mapping[str, Any], split: Literal["train", "valid"]) -> dict[str, float]:
+        """Further values that follow from the ``scores`` of a split, such as a perplexity from a loss.
+
+        ``scores`` are the results of `evaluate` over all held-out samples, or for ``train`` the last step's ``loss``.
+        """
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -77,3 +117,9 @@ class Task(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """JSON that changes when the data does (content hashes, sizes); a resume must match it."""
         return {}
+
+
+def require(ok: bool, name: str, value: object, needed: str, fix: str) -> None:
+    """Raises `ConfigError` about the task's argument ``name`` unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"cannot use task.init_args.{name}", found=f"{name}={value!r}", needed=needed, fix=fix)
