@@ -22,8 +22,8 @@ from pool import Pool
 GRACE_S = 5.0
 """How long a thread or process may take to end after its test; nobody waits who need not."""
 
-OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Set by pytest, and by torch when it first imports its compiler."""
+OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Set by pytest, by torch when it first imports its compiler, and by scikit-learn."""
 
 hypothesis.settings.register_profile("short", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)

@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "saving": "errors config events run_dir team checkpoint",
     "step": "errors config lanes determinism team reduction data optim",
     "tracked": "errors determinism team checkpoint",
-    "run": "errors config env lanes events callsite determinism worker team agreement data metrics reduction checkpoint "
-    "saving step tracked",
+    "run": "errors config env lanes events callsite determinism worker team agreement data metrics reduction "
+    "checkpoint saving step tracked",
     "train": "errors config determinism events run_dir parsing optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
     "verify": "errors config env events run_dir parsing supervisor checkpoint",

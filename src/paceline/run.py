@@ -35,7 +35,8 @@ from paceline.determinism import autocast, configure_process, resolve_device, se
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.events import EventLog, Sink
 from paceline.lanes import lanes_of
-from paceline.metrics import LaneMetrics, Metric, add, computed
+from paceline.metrics import Metric
+from paceline.metrics.lanes import LaneMetrics, add, computed
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
 from paceline.saving import Saves, claim

@@ -220,8 +220,8 @@ def _refuse_untrainable(name: str, module: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             raise refusal(
                 what,
-                "a layer that does not communicate in forward: lanes of one worker would wait for each other, and torch "
-                "has it for GPUs only",
+                "a layer that does not communicate in forward: lanes of one worker would wait for each other, and "
+                "torch has it for GPUs only",
                 "Use BatchNorm, whose statistics are per lane and averaged after the step, or GroupNorm",
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:

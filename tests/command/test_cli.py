@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline import cli
-from paceline.cli import main
+from paceline.cli import main, running, tools
 from paceline.parsing import dump, parse
 
 COMMANDS = ["train", "prepare", "sample", "verify", "order", "completion"]
@@ -138,23 +137,23 @@ def test_an_existing_run_is_refused_before_anything_starts(capsys: pytest.Captur
     ],
 )
 def test_the_three_ways_to_resume(words: list[str], resume: str) -> None:
-    assert cli._read_train(words)[1] == resume
+    assert running._read_train(words)[1] == resume
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restarted_launch_resumes(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
-    assert cli._read_train([])[1] == "auto"
-    assert cli._read_train(["--resume", "never"])[1] == "never"
+    assert running._read_train([])[1] == "auto"
+    assert running._read_train(["--resume", "never"])[1] == "never"
     monkeypatch.setenv(variable, "0")
-    assert cli._read_train([])[1] == "never"
+    assert running._read_train([])[1] == "never"
 
 
 def test_a_configuration_behind_a_bare_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("run.yaml", "mine"):
         Path(name).write_text(dump(parse([])))
-        settings, resume, _ = cli._read_train(["--resume", name])
+        settings, resume, _ = running._read_train(["--resume", name])
         assert (str(settings.config_path), resume) == (name, "auto")
 
 
@@ -189,7 +188,7 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, caps
     def interrupt(words: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_order", interrupt)
+    monkeypatch.setattr(tools, "order", interrupt)
     assert main(["order"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -205,7 +204,9 @@ def test_a_failure_of_the_user_keeps_its_traceback(tmp_path: Path) -> None:
     assert found.returncode == 1 and "ZeroDivisionError" in found.stderr
 
 
-@pytest.mark.parametrize(("typed", "found"), [("tr", "train"), ("train --recipe.optimizer.l", "--recipe.optimizer.lr")])
+@pytest.mark.parametrize(
+    ("typed", "found"), [("tr", "train"), ("train --recipe.optimizer.f", "--recipe.optimizer.fused")]
+)
 def test_bash_completes(typed: str, found: str) -> None:
     words = ["paceline", *typed.split()]
     script = (
@@ -225,4 +226,4 @@ def test_zsh_takes_the_completion() -> None:
 
 
 def test_sizes() -> None:
-    assert [cli._size(text) for text in ("20MB", "1.5 KiB", "7", "2e3", "1g")] == [20_000_000, 1536, 7, 2000, 10**9]
+    assert [tools._size(text) for text in ("20MB", "1.5 KiB", "7", "2e3", "1g")] == [20_000_000, 1536, 7, 2000, 10**9]

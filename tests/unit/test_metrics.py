@@ -25,12 +25,9 @@ from paceline.errors import UsageError
 from paceline.lanes import lanes_of
 from paceline.metrics import (
     Average,
-    LaneMetrics,
     Mean,
     Metric,
     accuracy,
-    add,
-    computed,
     confusion_matrix,
     f1,
     from_torchmetrics,
@@ -39,6 +36,7 @@ from paceline.metrics import (
     top_k,
     variance,
 )
+from paceline.metrics.lanes import LaneMetrics, add, computed
 from paceline.run import Run
 
 CLASSES = 4

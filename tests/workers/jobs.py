@@ -166,7 +166,7 @@ def own_loop(recipe: Recipe, execution: Execution) -> dict[str, Any]:
 
 def fail_on(rank: int, step_number: int, execution: Execution, how: str = "raise") -> str:
     """Trains until worker ``rank`` fails in ``step_number``, before its first backward."""
-    with Run(Recipe(batch=8, micro_batch=1, steps=10), execution) as run:
+    with Run(Recipe(batch=16, micro_batch=2, steps=10), execution) as run:
         model = Net(dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
@@ -187,7 +187,7 @@ def fail_on(rank: int, step_number: int, execution: Execution, how: str = "raise
 
 def fail_after_the_exchange(rank: int, execution: Execution) -> None:
     """Worker ``rank`` fails between the loop over the step and the update, the others wait in their next step."""
-    with Run(Recipe(batch=8, micro_batch=1, steps=10), execution) as run:
+    with Run(Recipe(batch=16, micro_batch=2, steps=10), execution) as run:
         model = Net(dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
@@ -228,14 +228,14 @@ def train_poisoned(recipe: Recipe, execution: Execution, bad: int) -> dict[str, 
 
 
 def differ_in_architecture(execution: Execution) -> None:
-    with Run(Recipe(batch=8, micro_batch=1, steps=1), execution) as run:
+    with Run(Recipe(batch=16, micro_batch=2, steps=1), execution) as run:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 if run.rank == 1 else 4))
         run.track(model=model)
         run.digest()
 
 
 def differ_in_untracked_ways(execution: Execution) -> None:
-    with Run(Recipe(batch=8, micro_batch=1, steps=1), execution) as run:
+    with Run(Recipe(batch=16, micro_batch=2, steps=1), execution) as run:
         model = nn.Linear(4, 4)
         run.track(model=model)
         run.digest()
@@ -246,7 +246,7 @@ def differ_in_untracked_ways(execution: Execution) -> None:
 
 def late_by(seconds: float, execution: Execution) -> None:
     """Worker 1 is slower than the others wait."""
-    with Run(Recipe(batch=8, micro_batch=1, steps=1), execution) as run:
+    with Run(Recipe(batch=16, micro_batch=2, steps=1), execution) as run:
         if run.rank == 1:
             time.sleep(seconds)
         run.track(model=nn.Linear(2, 2))
@@ -255,7 +255,7 @@ def late_by(seconds: float, execution: Execution) -> None:
 
 def die_with_loaders(directory: str, rank: int, execution: Execution) -> None:
     """Worker ``rank`` notes its loader processes and is killed."""
-    with Run(Recipe(batch=8, micro_batch=1, steps=50), execution) as run:
+    with Run(Recipe(batch=16, micro_batch=2, steps=50), execution) as run:
         model = Net(dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)

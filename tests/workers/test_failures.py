@@ -60,8 +60,8 @@ def test_a_worker_that_does_not_answer_is_missed_after_the_timeout(pool: Pool) -
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_not_a_number_in_one_lane_raises_on_every_worker(pool: Pool, workers: int) -> None:
-    recipe = Recipe(batch=8, micro_batch=1, steps=5, order="sequential")
-    outcomes = pool.attempt(jobs.train_poisoned, recipe, LONG, 8 + 5, workers=workers)
+    recipe = Recipe(batch=16, micro_batch=2, steps=5, order="sequential")
+    outcomes = pool.attempt(jobs.train_poisoned, recipe, LONG, 16 + 5, workers=workers)
     assert [outcome.error for outcome in outcomes] == ["NonFiniteError"] * workers
     (message,) = {outcome.message for outcome in outcomes}
     assert "step 2" in message
@@ -69,15 +69,15 @@ def test_not_a_number_in_one_lane_raises_on_every_worker(pool: Pool, workers: in
 
 
 def test_not_a_number_in_one_lane_is_skipped_by_every_worker(pool: Pool) -> None:
-    recipe = Recipe(batch=8, micro_batch=1, steps=5, order="sequential", on_nonfinite="skip")
-    (expected,) = pool.run(jobs.train_poisoned, recipe, LONG, 8 + 5, workers=1)
+    recipe = Recipe(batch=16, micro_batch=2, steps=4, order="sequential", on_nonfinite="skip")
+    (expected,) = pool.run(jobs.train_poisoned, recipe, LONG, 16 + 5, workers=1)
     assert expected["skipped"] == [2]
     for workers in (3, 8):
-        assert pool.run(jobs.train_poisoned, recipe, LONG, 8 + 5, workers=workers) == [expected] * workers
+        assert pool.run(jobs.train_poisoned, recipe, LONG, 16 + 5, workers=workers) == [expected] * workers
 
 
 def test_more_workers_than_lanes_are_refused_by_each(pool: Pool) -> None:
-    recipe = Recipe(batch=8, micro_batch=1, lanes=2, steps=5)
+    recipe = Recipe(batch=8, micro_batch=2, lanes=2, steps=5)
     for outcome in pool.attempt(jobs.train_poisoned, recipe, LONG, 0, workers=3):
         assert outcome.error == "ConfigError"
         assert "lanes=2, workers=3" in outcome.message
@@ -85,7 +85,7 @@ def test_more_workers_than_lanes_are_refused_by_each(pool: Pool) -> None:
 
 
 def test_another_number_of_workers_than_configured_is_refused(pool: Pool) -> None:
-    recipe = Recipe(batch=8, micro_batch=1, steps=5)
+    recipe = Recipe(batch=16, micro_batch=2, steps=5)
     for outcome in pool.attempt(jobs.train_poisoned, recipe, Execution(workers=4), 0, workers=3):
         assert outcome.error == "ConfigError"
         assert "3 workers started, execution.workers=4" in outcome.message

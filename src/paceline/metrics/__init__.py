@@ -34,21 +34,17 @@ from paceline.metrics.counting import (
     variance,
 )
 from paceline.metrics.kinds import F1, Average, ConfusionMatrix, Mean, Metric, Perplexity, Variance
-from paceline.metrics.lanes import LaneMetrics, add, computed
 from paceline.metrics.torchmetrics import from_torchmetrics
 
 __all__ = [
     "F1",
     "Average",
     "ConfusionMatrix",
-    "LaneMetrics",
     "Mean",
     "Metric",
     "Perplexity",
     "Variance",
     "accuracy",
-    "add",
-    "computed",
     "confusion_matrix",
     "f1",
     "from_torchmetrics",
