@@ -1,0 +1,172 @@
+"""The programs in `examples/`, each run as its first lines say, from a directory of its own, and what it prints.
+
+To add a program, add a line to `SHOWS`: its path, and for each way to run it the whole of its standard output.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from driving import Started, paceline
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SAMPLER = """\
+10 items over 3 lanes
+lane 0: [0, 3, 6, 9]
+lane 1: [1, 4, 7, 0]
+lane 2: [2, 5, 8, 1]
+dropping the tail
+lane 0: [0, 3, 6]
+lane 1: [1, 4, 7]
+lane 2: [2, 5, 8]
+shuffled over 2 lanes, and no call says which epoch it is
+epoch 0, lane 0: [4, 7, 3, 0, 6], lane 1: [1, 5, 9, 8, 2]
+epoch 1, lane 0: [5, 1, 0, 9, 7], lane 1: [6, 2, 8, 3, 4]
+"""
+
+PLAIN_SAMPLER = """\
+10 items over 3 workers: [0, 3, 6, 9] [1, 4, 7, 0] [2, 5, 8, 1]
+dropping the tail: [0, 3, 6] [1, 4, 7] [2, 5, 8]
+shuffled over 2, rank 0, epoch 0: [4, 7, 3, 0, 6]
+epoch 1, set_epoch forgotten: [4, 7, 3, 0, 6]
+epoch 1: [5, 1, 0, 9, 7]
+"""
+
+PLAIN_TRAIN = """\
+epoch 0: 32 batches per worker, loss 0.6527
+epoch 1: 32 batches per worker, loss 0.5234
+epoch 2: 32 batches per worker, loss 0.3867
+checksums: -0.847960 0.598777 before, {-0.0326..-0.0325} {-0.0326..-0.0325} after
+saved: 0.weight 0.bias 2.weight 2.bias
+"""
+
+TRAIN = """\
+epoch 0: 32 steps, loss 0.6527
+epoch 1: 32 steps, loss 0.5234
+epoch 2: 32 steps, loss 0.3867
+checksums: -0.847960%s before,%s after
+saved: 0.bias 0.weight 2.bias 2.weight
+digest {}
+"""
+
+AFTER = " {-0.0326..-0.0325}"
+
+PLAIN_SKIP = """\
+step 1: 0.42 skipped 3.90 skipped
+step 2: 0.42 skipped nan skipped
+step 3: 0.10 skipped 3.50 skipped
+step 4: 0.42 taken 0.58 taken
+3 of 4 skipped, weights [0.75, 0.75]
+"""
+
+SKIP = """\
+step 1: 0.42 and 3.90, mean 2.16: skipped skipped
+step 2: 0.42 and nan, mean nan: skipped skipped
+step 3: 0.10 and 3.50, mean 1.80: taken taken
+2 of 3 skipped, weights [0.1, 0.1]
+"""
+
+PLAIN_ACCUMULATE = """\
+mean of means: gradients disagree after no_sync, agree after the next
+mean of means: relative error {1..9} against one big batch
+weighted by tokens: gradients disagree after no_sync, agree after the next
+weighted by tokens: relative error {0..1e-6} against one big batch
+"""
+
+ACCUMULATE = """\
+gradients of %d workers: %d different in the loop, 1 behind it
+1050 tokens: relative error {0..1e-6} against one big batch
+digest {}
+"""
+
+GAN = """\
+step 50: losses {} and {}, mean ({}, {})
+step 100: losses {} and {}, mean ({}, {})
+step 150: losses {} and {}, mean ({1.5..2.5}, {-1.5..-0.5})
+digest {}
+"""
+
+HELLO = "rank 0/2 local_rank=0 sum=3.0\nrank 1/2 local_rank=1 sum=3.0\n"
+
+SHOWS: dict[str, dict[str, str]] = {
+    "plain/hello.py": {"torchrun 2": HELLO},
+    "hello.py": {"alone": "rank 0/1 local_rank=0 sum=1.0\n", "launch 2": HELLO},
+    "plain/sampler.py": {"alone": PLAIN_SAMPLER},
+    "sampler.py": {"alone": SAMPLER},
+    "plain/train.py": {"torchrun 2": PLAIN_TRAIN},
+    "train.py": {
+        "alone": TRAIN % ("", AFTER),
+        "torchrun 2": TRAIN % (" 0.598777", AFTER * 2),
+        "launch 3": TRAIN % (" 0.598777 -5.673718", AFTER * 3),
+        "launch 4": TRAIN % (" 0.598777 -5.673718 1.531871", AFTER * 4),
+    },
+    "plain/skip.py": {"torchrun 2": PLAIN_SKIP},
+    "skip.py": {"launch 2": SKIP},
+    "plain/accumulate.py": {"torchrun 2": PLAIN_ACCUMULATE},
+    "accumulate.py": {"alone": ACCUMULATE % (1, 1), "launch 2": ACCUMULATE % (2, 2)},
+    "gan.py": {"alone": GAN, "launch 2": GAN, "launch 3": GAN},
+}
+"""By program: how it is run (``alone``, or a launcher and the number of workers), and all that it prints.
+
+``{}`` stands for anything, ``{low..high}`` for a number. Digests must be the same for all ways to run a program.
+"""
+
+
+def start(program: str, how: str, cwd: Path, *arguments: str) -> Started:
+    launcher, _, workers = how.partition(" ")
+    words = {
+        "alone": [],
+        "launch": ["-m", "paceline", "launch", "-n", workers],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"],
+    }[launcher]
+    cwd.mkdir()
+    return Started([sys.executable, *words, str(EXAMPLES / program), *arguments], cwd, {"OMP_NUM_THREADS": "1"})
+
+
+def check_shown(text: str, expected: str) -> None:
+    """Fails unless ``text`` is ``expected``, in which placeholders may stand."""
+    pieces = re.split(r"\{(.*?)\}", expected)
+    pattern = "".join("(.+)" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces))
+    match = re.fullmatch(pattern, text)
+    assert match, f"shown:\n{text}\nexpected:\n{expected}"
+    for bounds, found in zip(pieces[1::2], match.groups(), strict=True):
+        low, _, high = bounds.partition("..")
+        assert not bounds or float(low) <= float(found) <= float(high), f"{found} is not in {bounds}:\n{text}"
+
+
+@pytest.mark.parametrize("program", SHOWS)
+def test_shows(program: str, tmp_path: Path) -> None:
+    running = {how: start(program, how, tmp_path / how.replace(" ", "-")) for how in SHOWS[program]}
+    shown = {how: started.wait().check().out for how, started in running.items()}
+    for how, text in shown.items():
+        check_shown(text, SHOWS[program][how])
+    digests = {how: re.findall(r"\bdigest .*", text) for how, text in shown.items()}
+    assert len(set(map(tuple, digests.values()))) == 1, digests
+
+
+@pytest.mark.parametrize("how", ["launch 2", "torchrun 2"])
+def test_a_failing_worker_is_shown_once_beside_the_launchers_lines(how: str, tmp_path: Path) -> None:
+    ended = start("hello.py", how, tmp_path / "here", "--fail", "1").wait().check(1)
+    assert ended.out == ""
+    assert ended.err.count("RuntimeError: worker 1 fails, as asked\n") == 1
+    own = "paceline: worker 1 failed:\n" if how == "launch 2" else "hello.py FAILED\n"
+    assert ended.err.count(own) == 1
+    if how == "launch 2":
+        head, *trace, last, echo = ended.err.splitlines()
+        assert (head, echo) == (own.strip(), "paceline: 1 other worker ended because of it")
+        assert trace[0] == "Traceback (most recent call last):" and last.startswith("RuntimeError: ")
+
+
+def test_order_shows_what_the_sampler_example_does(tmp_path: Path) -> None:
+    told = paceline("order", "--samples", "10", "--lanes", "3", "--tail", "pad", cwd=tmp_path).check().out
+    assert told in SAMPLER
+
+
+def test_every_example_is_run() -> None:
+    """What is not in the table is the demo's, which other tests run."""
+    programs = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py") if path.name != "__init__.py"}
+    assert programs - set(SHOWS) == {"demo.py", "plain_ddp.py"}
