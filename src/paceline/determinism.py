@@ -24,6 +24,7 @@ __all__ = [
     "autocast",
     "combined",
     "compile_blocks",
+    "compile_with_static_shapes",
     "configure_process",
     "configure_thread",
     "digest",
@@ -122,13 +123,19 @@ def compile_blocks(model: nn.Module) -> None:
             needed="repeated blocks in an nn.ModuleList",
             fix="Set recipe.compile: false, or hold the blocks in an nn.ModuleList",
         )
+    compile_with_static_shapes()
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
+def compile_with_static_shapes() -> None:
+    """For all that torch compiles from now on: each shape is compiled for itself, whichever came first."""
     import torch._dynamo  # torch imports it lazily, and so do we: it takes a second
 
+    torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # A shape per possible micro-batch in train and in eval mode is normal here, not a runaway.
     torch._dynamo.config.recompile_limit = 64
-    for block in blocks:
-        block.compile(dynamic=False)
 
 
 def aligned(tensor: Tensor) -> Tensor:

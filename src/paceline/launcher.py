@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline import env
-from paceline.errors import EXIT_DONE, UsageError, WorkerError
+from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError, WorkerError
 from paceline.supervisor import default_workers, run_workers
 
 __all__ = ["launch"]
@@ -42,6 +42,7 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> list
     Raises:
         WorkerError: a worker failed; the others were ended. Its text holds the failure, with the worker's traceback
             unless the mistake explains itself.
+        KeyboardInterrupt: Ctrl-C, when all workers have ended.
         UsageError: called inside a worker, or with what cannot be pickled.
     """
     if env.read() is not None:
@@ -61,6 +62,8 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> list
         file.write_bytes(json.dumps(sys.path).encode() + b"\n" + _packed(fn, args))
         command = [sys.executable, "-m", "paceline.worker", "function", os.fspath(file)]
         outcome = run_workers(command, workers)
+        if outcome.exit_code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
         if outcome.failure is not None or outcome.exit_code != EXIT_DONE:
             raise WorkerError(outcome.failure or f"the workers were stopped with code {outcome.exit_code}")
         return [_unpacked(folder / f"returned-{rank}") for rank in range(workers)]

@@ -58,6 +58,10 @@ class Run:
     The same script works alone, in a notebook, under `paceline launch`, in `paceline.launch` and under torchrun: the
     launcher's environment says which.
 
+    In a loop of your own the optimizer, its schedule, clipping and compilation are yours: of the recipe's fields
+    ``optimizer``, ``schedule``, ``max_norm`` and ``compile`` are for `paceline train`, and ``precision`` is what
+    `autocast` enters.
+
     Args:
         recipe: all that may change a bit of the result; the same on every worker.
         execution: all that must not. Without ``run_dir`` nothing is written.

@@ -139,12 +139,17 @@ class Step:
     def total(self, count: Callable[[Any], float]) -> float:
         """The sum of ``count(batch)`` over all micro-batches of all lanes, known before the first backward. Collective.
 
-        For losses with several normalisers, such as tokens and boxes: divide each part by its own total and call
-        `backward` with the weight that is left, for instance 1 / (number of all micro-batches). Call it before the
-        loop; it loads this worker's micro-batches of the step at once and keeps them for the loop.
+        For losses with several normalisers. With the totals T of tokens and B of boxes the gradient of
+        ``text / T + boxes / B`` is that of ``text + boxes * T / B``, divided by T, which is what `backward` does::
+
+            t, b = step.total(tokens), step.total(boxes)
+            for batch in step:
+                step.backward(text_loss(batch) + box_loss(batch) * t / b, weight=tokens(batch))
+
+        Call it before the loop: it loads this worker's micro-batches of the step at once and keeps them for the loop.
 
         Args:
-            count: of one micro-batch, without gradients; an integer stays one.
+            count: of one micro-batch, without gradients. Integers are exact, floats added up in the tree's shape.
         """
         self._expect("new", "count over the step", "step.total(count) before the loop over the step")
         lanes = [(lane, self._plan.micro_batches(self.number, lane)) for lane in self._reducer.lanes]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import pickle
 import queue
 import re
@@ -245,7 +246,16 @@ class TorchTeam(Team):
         timeout_s: seconds after which a wait for another worker is an error.
     """
 
+    _made = itertools.count()
+
     def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float, room: int) -> None:
+        if dist.is_initialized():
+            raise UsageError(
+                "cannot join the team",
+                found="a process group in this process already",
+                needed="one at a time",
+                fix="Call run.close() before the next paceline.Run, and leave out torch.distributed.init_process_group",
+            )
         super().__init__(
             rank=env.rank,
             world_size=env.world_size,
@@ -265,11 +275,12 @@ class TorchTeam(Team):
                 timeout=timeout,
                 wait_for_workers=False,
             )
-            # A restarted launch meets the same store again: its keys must not be the last attempt's.
+            # A restarted launch, or a second run in these processes, meets the same store again: its keys must be new.
+            name = f"paceline/{env.restarts}/{next(self._made)}"
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 device_id=device if device.type == "cuda" else None,
-                store=dist.PrefixStore(f"paceline/{env.restarts}", store),  # type: ignore[attr-defined]
+                store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
                 rank=env.rank,
                 world_size=env.world_size,
                 timeout=timeout,

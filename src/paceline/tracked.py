@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.checkpoint import Store, compare_keys
-from paceline.determinism import aligned, flatten_state, tensor_digest
+from paceline.determinism import aligned, compile_with_static_shapes, flatten_state, tensor_digest
 from paceline.errors import CheckpointError, UsageError
 from paceline.team import Team
 
@@ -41,9 +41,12 @@ class Tracked:
                 fix="Give it those two methods, or make it a function of the step",
             )
         # What torch.compile returns has the same parameters under prefixed names (its class takes seconds to import).
-        thing = getattr(thing, "_orig_mod", thing)
-        if isinstance(thing, nn.Module):
-            _refuse_untrainable(name, thing)
+        plain = getattr(thing, "_orig_mod", thing)
+        if isinstance(plain, nn.Module):
+            _refuse_untrainable(name, plain)
+            if plain is not thing or any(part._compiled_call_impl is not None for part in plain.modules()):
+                compile_with_static_shapes()
+        thing = plain
         self._objects[name] = thing
 
     @property

@@ -84,14 +84,13 @@ def tell_uncaught_errors(*, alone: bool) -> None:
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         here = env.read()
-        if alone and not isinstance(error, PacelineError):
-            sys.__excepthook__(kind, error, trace)
-        elif isinstance(error, Exception):
+        code = EXIT_INTERRUPTED
+        if isinstance(error, PacelineError) or not (alone or isinstance(error, KeyboardInterrupt)):
             code = report(None, here.rank if here else 0, error)
-            if not alone:
-                end(code)
-        else:
+        elif alone:
             sys.__excepthook__(kind, error, trace)
+        if not alone:
+            end(code)
 
     sys.excepthook = tell
 
