@@ -38,9 +38,9 @@ def main() -> None:
         n_head=2,
         bos_token_id=None,  # bytes have no special tokens
         eos_token_id=None,
-        loss_type="ForCausalLM",
     )
     model = AutoModelForCausalLM.from_config(config).to(run.device)
+    model.loss_type = "ForCausalLM"  # as it says itself, with a warning, when nobody does
     model.train()  # from_config leaves it in eval mode, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run.track(model=model, optimizer=optimizer)

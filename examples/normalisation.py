@@ -4,9 +4,9 @@
     paceline launch -n 3 examples/normalisation.py
 
 BatchNorm normalises each micro-batch by its own mean and variance. Its running statistics are kept per lane: each
-starts a step from the same ones, afterwards they become the mean over the lanes, in the fixed tree. So they are the same
-bits for any number of workers. What the micro-batch is, the recipe says; with few samples in it the statistics are
-noisy, as the spread below shows, and the noise does not go away with more workers.
+starts a step from the same ones, afterwards they become the mean over the lanes, in the fixed tree. So they are the
+same bits for any number of workers. What the micro-batch is, the recipe says; with few samples in it the statistics
+are noisy, as the spread below shows, and the noise does not go away with more workers.
 
 torch's SyncBatchNorm normalises over the micro-batches of all workers instead. It needs a GPU, its bits depend on the
 number of workers, and it waits for all of them in every layer: a run refuses it. GroupNorm looks at one sample at a
