@@ -24,7 +24,7 @@ from teamwork import Seen, Setup, plain_step, plan_of, same_bytes, work, work_in
 
 CPU = torch.device("cpu")
 # Workers that divide the lanes and such that do not; lanes a power of two or not; a lane for each worker.
-SOME_SIZES = [(3, 2), (7, 7), (8, 2), (8, 3), (8, 5), (8, 8), (12, 5)]
+SOME_SIZES = [(8, 2), (8, 3), (8, 8), (12, 5)]
 SIZES = [
     pytest.param(lanes, workers, marks=[] if (lanes, workers) in SOME_SIZES else pytest.mark.long)
     for lanes in (1, 2, 3, 5, 6, 7, 8, 12)
@@ -108,9 +108,7 @@ def test_where_buckets_end_moves_no_bit(lanes: int, workers: int, bucket_bytes: 
         assert seen.digest == expected.digest
 
 
-@pytest.mark.parametrize(
-    ("samples", "lanes", "workers"), [(1, 3, 2), (1, 8, 8), (9, 3, 2), (9, 8, 3), (13, 8, 3), (13, 8, 8)]
-)
+@pytest.mark.parametrize(("samples", "lanes", "workers"), [(1, 8, 3), (9, 3, 2), (13, 8, 8)])
 def test_short_steps_with_empty_lanes_and_idle_workers(samples: int, lanes: int, workers: int) -> None:
     data = TensorDataset(*torch.randn(2, samples, 6, generator=torch.Generator().manual_seed(1)).unbind())
     assert_same_on_all(Setup(model=mlp(), plan=plan_of(samples, lanes), data=data), workers)
@@ -158,7 +156,7 @@ def test_a_parameter_that_one_lane_of_one_worker_used_has_a_gradient_everywhere(
     x_SF[5, 0] = 2.0  # lane 5 of 8
     data = TensorDataset(x_SF, torch.ones(16, 6))
     setup = Setup(model=Odd(), plan=plan_of(16, 8, micro_batch=1), data=data, steps=1)
-    for workers in (1, 3, 8):
+    for workers in (1, 3):
         for seen in work_in_threads(workers, setup):
             assert seen.grads["rare.bias"] is not None
             assert seen.grads["unused.bias"] is None
@@ -175,7 +173,7 @@ class Negative(nn.Module):
         return (self.weight * -0.0).sum() + 0 * x_BF
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(1, 1), (3, 2), (8, 3)])
+@pytest.mark.parametrize(("lanes", "workers"), [(1, 1), (5, 2)])
 def test_negative_zeros_come_out_alike(lanes: int, workers: int) -> None:
     for samples in (1, 64):
         setup = Setup(model=Negative(), plan=plan_of(samples, lanes), steps=1)
@@ -228,10 +226,9 @@ def create_graph_step(step: Step, model: nn.Module, optimizer: torch.optim.Optim
         assert parameter.grad.grad_fn is None
 
 
-@pytest.mark.parametrize(("lanes", "workers"), [(8, 3), (5, 4)])
-@pytest.mark.parametrize("train_step", [penalty_step, create_graph_step])
+@pytest.mark.parametrize(("train_step", "lanes", "workers"), [(penalty_step, 8, 3), (create_graph_step, 5, 4)])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_second_order_gradients(lanes: int, workers: int, train_step: Any) -> None:
+def test_second_order_gradients(train_step: Any, lanes: int, workers: int) -> None:
     plan = plan_of(64, lanes, micro_steps=2)
     assert_same_on_all(Setup(model=mlp(), plan=plan, train_step=train_step, bucket_bytes=100), workers)
     if train_step is create_graph_step:
@@ -269,7 +266,7 @@ def test_another_order_of_additions_would_show() -> None:
     plan = plan_of(64, 8)
     exact = alone(Setup(model=mlp(), plan=plan))
     others = [alone(Setup(model=mlp(), plan=plan, gradients="allreduce"))]
-    others += [work_in_threads(n, Setup(model=mlp(), plan=plan, gradients="allreduce"))[0] for n in (2, 3, 5, 7)]
+    others += [work_in_threads(n, Setup(model=mlp(), plan=plan, gradients="allreduce"))[0] for n in (3, 5)]
     assert any(other.digest != exact.digest for other in others)
 
 
