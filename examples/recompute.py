@@ -46,7 +46,7 @@ def main() -> None:
     runs = {name: partial(forward, blocks, recomputed, x_BTF) for name, recomputed in RECOMPUTED.items()}
     packed_mib = {name: saved_bytes(run).packed / 2**20 for name, run in runs.items()}
     # In turn, so that a busy moment of the machine meets all of them.
-    rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(3)]
+    rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(2)]
     for name in runs:
         best_ms = 1000 * min(times[name] for times in rounds)
         print(f"{name:<12} {packed_mib[name]:6.1f} MiB packed for backward, {best_ms:4.0f} ms")
