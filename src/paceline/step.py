@@ -114,7 +114,12 @@ class Step:
         self._skipped = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._expect("new", "iterate over the step a second time", "one loop over the step")
+        self._expect(
+            "new",
+            "iterate over the step a second time",
+            "one loop over the step",
+            "Keep the batches of the first loop if you need them again",
+        )
         self._reducer.begin_step(self._name)
         self._buffers.begin_step()
         for row, lane in enumerate(self._reducer.lanes):
@@ -128,7 +133,12 @@ class Step:
                 self._last = lane == self._reducer.lanes[-1] and micro == micro_batches - 1
                 self._state = "batch"
                 yield batch
-                self._expect("between", "go on to the next micro-batch", "one step.backward(loss, weight=...) for each")
+                self._expect(
+                    "between",
+                    "go on to the next micro-batch",
+                    "one step.backward(loss, weight=...) for each",
+                    "Call it in every turn of the loop; with 0 * loss and weight=0 for what shall not count",
+                )
             if micro_batches:
                 self._buffers.end_lane(lane)
         self._state = "between"
@@ -151,7 +161,12 @@ class Step:
         Args:
             count: of one micro-batch, without gradients. Integers are exact, floats added up in the tree's shape.
         """
-        self._expect("new", "count over the step", "step.total(count) before the loop over the step")
+        self._expect(
+            "new",
+            "count over the step",
+            "step.total(count) before the loop over the step",
+            "Move step.total before `for batch in step`",
+        )
         lanes = [(lane, self._plan.micro_batches(self.number, lane)) for lane in self._reducer.lanes]
         if not self._ahead:
             self._ahead.extend(islice(self._batches, sum(micro_batches for _, micro_batches in lanes)))
@@ -176,7 +191,12 @@ class Step:
             UsageError: called outside the loop over the step, or twice in one turn of it; or a loss or weight that is
                 none.
         """
-        self._expect("batch", "call step.backward here", "one call for each micro-batch, in the loop over the step")
+        self._expect(
+            "batch",
+            "call step.backward here",
+            "one call for each micro-batch, in the loop over the step",
+            "Add up the losses of a micro-batch, and call it once in each turn of `for batch in step`",
+        )
         _check_loss(loss)
         self._reducer.table[self._row, LOSS] += loss.detach()
         self._reducer.table[self._row, WEIGHT] += _checked_weight(weight)
@@ -207,7 +227,12 @@ class Step:
             UsageError: the loop over the step has not ended, something is not tracked, or a parameter's gradient is
                 this worker's alone.
         """
-        self._expect("reduced", "call step.update here", "one call, after the loop over the step, with all optimizers")
+        self._expect(
+            "reduced",
+            "call step.update here",
+            "one call, after the loop over the step, with all optimizers",
+            "Call it once, behind `for batch in step`, which must run to its end",
+        )
         if not optimizers:
             raise UsageError("cannot update", found="no optimizer", needed="step.update(optimizer)")
         self._refuse_untracked([*optimizers, *schedulers])
@@ -247,8 +272,13 @@ class Step:
                 found="BatchNorm over a single value per channel",
                 needed="more samples in each micro-batch, the last of an epoch too",
                 fix="Use a larger recipe.micro_batch, recipe.tail: drop, or GroupNorm, which needs no batch",
-            ) from error
-        self._expect("updated", "end the step", "a loop over the step, then step.update(optimizer)")
+            ).with_traceback(error.__traceback__) from error  # the line in the train step is what the user looks for
+        self._expect(
+            "updated",
+            "end the step",
+            "a loop over the step, then step.update(optimizer)",
+            "Let the train step end with step.update, behind `for batch in step`, which must run to its end",
+        )
         losses = tuple(row[LOSS] for row in self._table)
         weight = total([row[WEIGHT] for row in self._table])
         epoch_step = self.number % self._plan.steps_per_epoch
@@ -334,16 +364,20 @@ class Step:
                 fix="Track every module that the optimizer updates; after unfreezing some, call run.steps again",
             )
 
-    def _expect(self, state: str, what: str, needed: str) -> None:
-        if self._state != state:
-            happened = {
-                "new": "nothing was done with the step yet",
-                "batch": "a micro-batch without step.backward",
-                "between": "step.backward was called already",
-                "reduced": "the loop over the step has ended, without step.update",
-                "updated": "step.update was called already",
-            }[self._state]
-            raise UsageError(f"cannot {what}", found=happened, needed=needed, fix="See `paceline.Step`")
+    def _expect(self, state: str, what: str, needed: str, fix: str) -> None:
+        if self._state == state:
+            return
+        in_the_loop = ("batch", "between")
+        happened = {
+            "new": "nothing was done with the step yet",
+            "batch": "a micro-batch without step.backward",
+            "between": "step.backward was called already",
+            "reduced": "the loop over the step has ended, without step.update",
+            "updated": "step.update was called already",
+        }[self._state]
+        if self._state in in_the_loop and state not in in_the_loop:
+            happened = "the loop over the step has not ended"
+        raise UsageError(f"cannot {what}", found=happened, needed=needed, fix=fix)
 
 
 def _listed(lanes: Sequence[int]) -> str:
