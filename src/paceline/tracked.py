@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ class Tracked:
             call: what this is part of, see `Team.open`.
 
         Raises:
-            UsageError: another architecture on another worker; names the first parameter that differs.
+            UsageError: another architecture on another worker; names the first parameter that differs. Or a module
+                that is wrapped in DistributedDataParallel.
         """
         names = team.gather(sorted(self._objects), call)
         for rank, theirs in enumerate(names):
@@ -110,6 +112,8 @@ class Tracked:
                     needed="the same names on every worker",
                     fix="Take run.track out of `if run.is_main`",
                 )
+        if team.world_size > 1:
+            _refuse_wrapped(self.modules)
         self.begun = True
         # Now, since training changes them: a schedule the learning rate, for one.
         self._optimizers = {
@@ -246,6 +250,25 @@ def _refuse_untrainable(name: str, module: nn.Module) -> None:
                 "real parameters",
                 "Hold the real and the imaginary part, and join them in forward by torch.view_as_complex",
             )
+
+
+def _refuse_wrapped(modules: Mapping[str, nn.Module]) -> None:
+    """Raises `UsageError` when a wrapper would exchange the gradients of a tracked module too.
+
+    Its collectives, issued by the thread that runs backward, would pair up with the run's own: a hang, or wrong sums.
+    Nothing on a module tells of its wrapper, so it is looked for among all objects: a tenth of a second, once.
+    """
+    wrappers = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
+    for wrapper in wrappers:
+        wrapped = set(wrapper.parameters())
+        for name, module in modules.items():
+            if not wrapped.isdisjoint(module.parameters()):
+                raise UsageError(
+                    f"cannot train {name}",
+                    found="a DistributedDataParallel around it",
+                    needed="the bare model alone: the run exchanges the gradients",
+                    fix="Leave out the wrapper, and call the model itself in the train step",
+                )
 
 
 def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
