@@ -10,7 +10,6 @@ Calls marked *collective* must be made by every worker, in the same order.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import math
 import operator
@@ -32,7 +31,7 @@ from paceline.config import Execution, Identity, Recipe, Resume, as_dict
 from paceline.data.loader import Loader, content_digest, sample_count
 from paceline.data.order import Plan
 from paceline.determinism import autocast, configure_process, resolve_device, seed_by
-from paceline.errors import ConfigError, PacelineError, UsageError
+from paceline.errors import ConfigError, UsageError
 from paceline.events import EventLog, Sink
 from paceline.lanes import lanes_of
 from paceline.metrics import Metric
@@ -43,7 +42,7 @@ from paceline.saving import Saves, claim
 from paceline.step import Done, Policy, Signals, Step
 from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.tracked import Tracked
-from paceline.worker import end, report, tell_uncaught_errors
+from paceline.worker import at_exit, tell_uncaught_errors
 
 __all__ = ["Run"]
 
@@ -130,7 +129,7 @@ class Run:
         self._data: dict[str, Any] | None = None
         self._saves = Saves(self.run_dir, self.execution, self.team, self.events) if self.run_dir else None
         self._closed = False
-        atexit.register(self._close_at_exit)
+        self._forget_exit = at_exit(self.close)
 
     @property
     def rank(self) -> int:
@@ -423,20 +422,12 @@ class Run:
 
     def _close_files(self) -> None:
         self._closed = True
-        atexit.unregister(self._close_at_exit)
+        self._forget_exit()
         try:
             if self._saves is not None:
                 self._saves.close()
         finally:
             self.events.close()
-
-    def _close_at_exit(self) -> None:
-        """An error in an atexit handler would be printed, and the exit code be that of success."""
-        try:
-            self.close()
-        except PacelineError as error:
-            here = env.read()
-            end(report(here.report_dir if here else None, self.rank, error))
 
     @property
     def identity(self) -> Identity:

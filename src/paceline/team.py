@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import io
 import itertools
 import pickle
 import queue
@@ -177,7 +178,7 @@ class Team(ABC):
 
     def _gather_objects(self, value: Any, call: str) -> list[Any]:
         """*In a job.* ``value`` of every worker, in rank order."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        mine = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(self.device)
         sizes = self.open(call, torch.tensor([len(mine)], dtype=torch.float64, device=self.device))[:, 0]
         padded = mine.new_zeros(int(sizes.max()))
         padded[: len(mine)] = mine
@@ -328,6 +329,27 @@ class TorchTeam(Team):
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by their bytes: a tenth of the time that torch's own way takes for small ones."""
+
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided
+        if not plain or value.requires_grad or value.is_quantized:
+            return NotImplemented
+        flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return _tensor, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _packed(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
 
 
 def _cause(error: BaseException) -> str:

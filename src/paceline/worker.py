@@ -11,6 +11,7 @@ destructors might wait for workers that are long gone.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -27,7 +28,7 @@ from paceline.callsite import raised_at
 from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PacelineError, TeamError, UsageError
 from paceline.run_dir import replace_text
 
-__all__ = ["end", "report", "tell_uncaught_errors", "work"]
+__all__ = ["at_exit", "end", "report", "tell_uncaught_errors", "work"]
 
 
 def work(body: Callable[[], int]) -> int:
@@ -93,6 +94,23 @@ def tell_uncaught_errors(*, alone: bool) -> None:
             end(code)
 
     sys.excepthook = tell
+
+
+def at_exit(close: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``close`` when the interpreter ends, unless what this returns was called before.
+
+    An error in it ends the process with the error's code; from an atexit handler the code would be that of success.
+    """
+
+    def handler() -> None:
+        try:
+            close()
+        except PacelineError as error:
+            here = env.read()
+            end(report(here.report_dir if here else None, here.rank if here else 0, error))
+
+    atexit.register(handler)
+    return lambda: atexit.unregister(handler)
 
 
 def _run_script(name: str, arguments: list[str], *, module: bool) -> int:
