@@ -146,7 +146,7 @@ def aligned(tensor: Tensor) -> Tensor:
 def tensor_digest(name: str, tensor: Tensor) -> str:
     """xxh3-128 of a tensor's name, dtype, shape and raw bytes, 32 hexadecimal digits."""
     hasher = xxhash.xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel():
         hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
