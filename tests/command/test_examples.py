@@ -90,6 +90,56 @@ step 150: losses {} and {}, mean ({1.5..2.5}, {-1.5..-0.5})
 digest {}
 """
 
+METRICS = """\
+accuracy: mean of means 0.7000, from counts 0.8333
+perplexity {perplexity}, at once {perplexity}
+macro F1 {f1}, at once {f1}
+confusion {confusion}, at once {confusion}
+"""
+
+RECOMPUTE = """\
+none          143.1 MiB packed for backward, {} ms
+all            12.0 MiB packed for backward, {} ms
+every other    78.1 MiB packed for backward, {} ms
+"""
+
+BATCH_AND_RATE = """\
+lr 4.00e-03 = 1.00e-03 x 256/64 (linear)
+1 worker drives 8 lanes on cpu, batch 256 = 8 lanes x 1 micro-step x 32, 17 parameters
+step 4/4  loss {}  lr 4.00e-03  grad norm {}
+done at step 4, digest {}
+none    lr 1.00e-03
+linear  lr 4.00e-03
+sqrt    lr 2.00e-03
+workers  32 samples each        this recipe
+      1  batch  32, lr 5.00e-04  batch 256, lr 4.00e-03
+      2  batch  64, lr 1.00e-03  batch 256, lr 4.00e-03
+      4  batch 128, lr 2.00e-03  batch 256, lr 4.00e-03
+      8  batch 256, lr 4.00e-03  batch 256, lr 4.00e-03
+"""
+
+NORMALISATION = """\
+BatchNorm, micro-batches of 2: an output moves by {0.2..0.7}, digest {few}
+BatchNorm, micro-batches of 16: an output moves by {0.1..0.6}, digest {many}
+GroupNorm, micro-batches of 2: an output moves by 0.000, digest {group}
+"""
+
+EXCHANGE_OPTIONS = """\
+exchange                   1 worker  2 workers   ms a step with 2
+exact, buckets of 1 MiB    {exact}  {exact}  {}
+one bucket                 {exact}  {exact}  {}
+no overlap                 {exact}  {exact}  {}
+allreduce                  {exact}  {reduced}  {}
+allreduce in bf16          {rounded}  {both}  {}
+"""
+
+GPT2 = """\
+step 8: loss {3.5..5}
+step 16: loss {3..4.5}
+step 24: loss {3..4}
+digest {}
+"""
+
 HELLO = "rank 0/2 local_rank=0 sum=3.0\nrank 1/2 local_rank=1 sum=3.0\n"
 
 SHOWS: dict[str, dict[str, str]] = {
@@ -109,10 +159,17 @@ SHOWS: dict[str, dict[str, str]] = {
     "plain/accumulate.py": {"torchrun 2": PLAIN_ACCUMULATE},
     "accumulate.py": {"alone": ACCUMULATE % (1, 1), "launch 2": ACCUMULATE % (2, 2)},
     "gan.py": {"alone": GAN, "launch 2": GAN, "launch 3": GAN},
+    "metrics.py": {"alone": METRICS, "launch 2": METRICS},
+    "recompute.py": {"alone": RECOMPUTE},
+    "batch_and_rate.py": {"alone": BATCH_AND_RATE},
+    "normalisation.py": {"alone": NORMALISATION, "launch 3": NORMALISATION},
+    "exchange_options.py": {"alone": EXCHANGE_OPTIONS},
+    "hf_gpt2.py": {"alone": GPT2, "launch 2": GPT2, "launch 3": GPT2},
 }
 """By program: how it is run (``alone``, or a launcher and the number of workers), and all that it prints.
 
-``{}`` stands for anything, ``{low..high}`` for a number. Digests must be the same for all ways to run a program.
+``{}`` stands for anything, ``{low..high}`` for a number, ``{name}`` for the same text wherever the name stands and
+another for each other name. Digests must be the same for all ways to run a program.
 """
 
 
@@ -130,12 +187,17 @@ def start(program: str, how: str, cwd: Path, *arguments: str) -> Started:
 def check_shown(text: str, expected: str) -> None:
     """Fails unless ``text`` is ``expected``, in which placeholders may stand."""
     pieces = re.split(r"\{(.*?)\}", expected)
-    pattern = "".join("(.+)" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces))
+    pattern = "".join("(.+?)" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces))
     match = re.fullmatch(pattern, text)
     assert match, f"shown:\n{text}\nexpected:\n{expected}"
-    for bounds, found in zip(pieces[1::2], match.groups(), strict=True):
-        low, _, high = bounds.partition("..")
-        assert not bounds or float(low) <= float(found) <= float(high), f"{found} is not in {bounds}:\n{text}"
+    named: dict[str, str] = {}
+    for placeholder, found in zip(pieces[1::2], match.groups(), strict=True):
+        low, is_range, high = placeholder.partition("..")
+        if is_range:
+            assert float(low) <= float(found) <= float(high), f"{found} is not in {placeholder}:\n{text}"
+        elif placeholder:
+            assert named.setdefault(placeholder, found) == found, f"{placeholder} differs:\n{text}"
+    assert len(set(named.values())) == len(named), f"the same for two of {named}:\n{text}"
 
 
 @pytest.mark.parametrize("program", SHOWS)
