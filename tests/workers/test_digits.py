@@ -21,6 +21,9 @@ EXAMPLE = parse([str(Path(__file__).parents[2] / "examples" / "digits.yaml")])
 SHORT_STEPS = 14
 """More than an epoch: the twelfth step is short."""
 
+DEADLINE_S = 240.0
+"""For a run of seconds: only what hangs runs into it."""
+
 
 def learn(recipe: Recipe, execution: Execution, resume: Resume = "never") -> dict[str, Any]:
     """``train`` on the digits; on worker 0 the digest and the last scores on held-out images, to the last bit."""
@@ -39,14 +42,16 @@ def recipe_of(device: Any, steps: int | None = EXAMPLE.recipe.steps) -> Recipe:
 
 def execution(run_dir: Path | None = None, **changes: Any) -> Execution:
     where = str(run_dir) if run_dir else None
-    return dataclasses.replace(EXAMPLE.execution, run_dir=where, timeout_s=60, **changes)
+    return dataclasses.replace(EXAMPLE.execution, run_dir=where, timeout_s=120, **changes)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, device: str) -> dict[str, Any]:
     """On one worker, which loads its samples itself."""
     result: dict[str, Any]
-    (result,) = pool.run(learn, recipe_of(device, SHORT_STEPS), execution(loader_workers=0), workers=1)
+    (result,) = pool.run(
+        learn, recipe_of(device, SHORT_STEPS), execution(loader_workers=0), workers=1, deadline_s=DEADLINE_S
+    )
     assert result["step"] == SHORT_STEPS
     return result
 
@@ -54,7 +59,8 @@ def undisturbed(pool: Pool, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_digits_give_one_digest(pool: Pool, device: str, undisturbed: dict[str, Any], workers: int) -> None:
     assert EXAMPLE.execution.loader_workers == 2
-    assert pool.run(learn, recipe_of(device, SHORT_STEPS), execution(), workers=workers)[0] == undisturbed
+    recipe = recipe_of(device, SHORT_STEPS)
+    assert pool.run(learn, recipe, execution(), workers=workers, deadline_s=DEADLINE_S)[0] == undisturbed
 
 
 def interrupted_twice(pool: Pool, directory: Path, recipe: Recipe, workers: tuple[int, int, int]) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def interrupted_twice(pool: Pool, directory: Path, recipe: Recipe, workers: tupl
     stops = (recipe.steps // 3, 2 * recipe.steps // 3, None)
     for count, stop_at, resume in zip(workers, stops, ("never", "must", "must"), strict=True):
         how = execution(directory, stop_at=stop_at)
-        result = pool.run(learn, recipe, how, resume, workers=count, deadline_s=240)[0]
+        result = pool.run(learn, recipe, how, resume, workers=count, deadline_s=DEADLINE_S)[0]
         assert result["step"] == (stop_at or recipe.steps)
     return result
 
@@ -80,7 +86,7 @@ def test_interrupted_twice_and_resumed_on_other_workers(
 @pytest.fixture(scope="module")
 def whole(pool: Pool, device: str) -> dict[str, Any]:
     """The whole example, on two workers as a user would run it here."""
-    result: dict[str, Any] = pool.run(learn, recipe_of(device), execution(), workers=2, deadline_s=240)[0]
+    result: dict[str, Any] = pool.run(learn, recipe_of(device), execution(), workers=2, deadline_s=DEADLINE_S)[0]
     return result
 
 
@@ -94,4 +100,4 @@ def test_digits_are_told_apart_with_or_without_interruptions(
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 3, 4])
 def test_the_whole_run_gives_one_digest(pool: Pool, device: str, whole: dict[str, Any], workers: int) -> None:
-    assert pool.run(learn, recipe_of(device), execution(), workers=workers, deadline_s=240)[0] == whole
+    assert pool.run(learn, recipe_of(device), execution(), workers=workers, deadline_s=DEADLINE_S)[0] == whole
