@@ -23,7 +23,7 @@ def make_net() -> nn.Module:
 
 
 def main() -> None:
-    run = paceline.Run(paceline.Recipe(batch=64, micro_batch=16, lanes=4, steps=150, seed=0))
+    run = paceline.Run(paceline.Recipe(batch=32, micro_batch=8, lanes=4, steps=90, seed=0))
     torch.manual_seed(0)
     points_N2 = torch.randn(2048, 2) * 0.5 + torch.tensor([2.0, -1.0])  # what the generator is to imitate
     g, d = make_net(), nn.Sequential(make_net(), nn.Linear(2, 1))
@@ -48,7 +48,7 @@ def main() -> None:
         step.update(g_optimizer)
 
     for of_d, of_g in run.steps(TensorDataset(points_N2), d_step, g_step):
-        if of_g.step % 50 == 0:
+        if of_g.step % 30 == 0:
             with torch.no_grad():
                 x, y = g(torch.randn(1000, 2)).mean(0).tolist()
             run.print(f"step {of_g.step}: losses {of_d.loss:.2f} and {of_g.loss:.2f}, mean ({x:.2f}, {y:.2f})")

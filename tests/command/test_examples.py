@@ -84,9 +84,9 @@ digest {}
 """
 
 GAN = """\
-step 50: losses {} and {}, mean ({}, {})
-step 100: losses {} and {}, mean ({}, {})
-step 150: losses {} and {}, mean ({1.5..2.5}, {-1.5..-0.5})
+step 30: losses {} and {}, mean ({}, {})
+step 60: losses {} and {}, mean ({}, {})
+step 90: losses {} and {}, mean ({1..3}, {-2..0})
 digest {}
 """
 
