@@ -315,7 +315,7 @@ class Step:
         bad = [f"{weight} of lane {lane}" for lane, weight in enumerate(weights) if not 0 <= weight < math.inf]
         if bad or not total(weights):
             raise UsageError(
-                f"cannot divide the gradients of step {self.number + 1}",
+                f"cannot divide the gradients of {self._name}",
                 found=f"a weight of {', '.join(bad) or '0 over all lanes'}",
                 needed="none below 0, and one above 0",
                 fix="Pass the number of samples or tokens as step.backward(loss, weight=...)",
@@ -329,7 +329,7 @@ class Step:
         if bad_lanes or not math.isfinite(self._grad_norm or 0.0):
             if self._policy.on_nonfinite == "raise":
                 raise NonFiniteError(
-                    f"step {self.number + 1} is not finite",
+                    f"{self._name} is not finite",
                     found=f"the loss of lane {_listed(bad_lanes)}" if bad_lanes else f"grad_norm={self._grad_norm}",
                     needed="finite losses and gradients",
                     fix="Lower the learning rate, look at that lane's samples with `paceline order`, or set "
