@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-TOKENS = [[1000, 3], [7, 40]]
-"""In each micro-batch of worker 0, and of worker 1."""
+TOKENS = [[1000, 3], [7, 40]]  # in each micro-batch of worker 0, and of worker 1
 
 
 def make_batch(rank: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -34,17 +33,8 @@ def flat_grad(net: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
 
-def one_big_batch(net: nn.Module) -> Tensor:
-    """The gradient of all tokens at once, in float64: what the others should be."""
-    batches = [make_batch(rank, micro) for rank in range(2) for micro in range(2)]
-    x_TF, y_T1 = (torch.cat(parts).double() for parts in zip(*batches, strict=True))
-    whole = copy.deepcopy(net).double()
-    F.mse_loss(whole(x_TF), y_T1).backward()
-    return flat_grad(whole)
-
-
 def accumulate(model: DistributedDataParallel, *, weighted: bool) -> list[str]:
-    """Leaves the gradients of one step in the model. Whether the workers' gradients agree, after each micro-batch."""
+    """The gradients of one step; whether the workers' agree, after each micro-batch."""
     rank, seen = dist.get_rank(), []
     all_tokens = torch.tensor(sum(TOKENS[rank]))
     dist.all_reduce(all_tokens)
@@ -57,21 +47,23 @@ def accumulate(model: DistributedDataParallel, *, weighted: bool) -> list[str]:
             else:
                 loss = F.mse_loss(model(x_TF), y_T1) / 2
             loss.backward()
-        low, high = flat_grad(model), flat_grad(model)
-        dist.all_reduce(low, dist.ReduceOp.MIN)
-        dist.all_reduce(high, dist.ReduceOp.MAX)
-        seen.append("agree" if torch.equal(low, high) else "disagree")
+        everyone: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
+        dist.all_gather_object(everyone, flat_grad(model))
+        seen.append("agree" if torch.equal(*everyone) else "disagree")
     return seen
 
 
 def compare() -> None:
     torch.manual_seed(0)
     net = nn.Linear(8, 1)
+    whole = copy.deepcopy(net).double()  # sees all tokens in one batch: its gradient is the one to have
+    batches = [make_batch(rank, micro) for rank in range(2) for micro in range(2)]
+    x_TF, y_T1 = (torch.cat(parts).double() for parts in zip(*batches, strict=True))
+    F.mse_loss(whole(x_TF), y_T1).backward()
     model = DistributedDataParallel(net)
-    wanted = one_big_batch(net)
     for name, weighted in (("mean of means", False), ("weighted by tokens", True)):
         first, last = accumulate(model, weighted=weighted)
-        error = float((flat_grad(net) - wanted).norm() / wanted.norm())
+        error = float((flat_grad(net) - flat_grad(whole)).norm() / flat_grad(whole).norm())
         if dist.get_rank() == 0:
             print(f"{name}: gradients {first} after no_sync, {last} after the next")
             print(f"{name}: relative error {error:.1e} against one big batch")

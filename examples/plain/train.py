@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=2 examples/plain/train.py
 
-The workers start from different weights on purpose: wrapping the model hands out worker 0's. Worker 0 saves, and of the
-model inside the wrapper, whose own keys all begin with ``module.``. Another number of workers gives other bits.
+The workers start from different weights on purpose: wrapping hands out worker 0's. Saved is the model inside, since the
+wrapper's keys all begin with ``module.``. Another number of workers gives other bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def checksums(net: nn.Module) -> str:
     return " ".join(told)
 
 
-def train(net: nn.Module, *, is_main: bool) -> None:
+def train(net: nn.Module) -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = make_data()
@@ -55,20 +55,19 @@ def train(net: nn.Module, *, is_main: bool) -> None:
             losses.append(loss.detach())
         mean = torch.stack(losses).mean() / dist.get_world_size()
         dist.all_reduce(mean)
-        if is_main:
+        if dist.get_rank() == 0:
             print(f"epoch {epoch}: {len(losses)} batches per worker, loss {mean:.4f}")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    is_main = dist.get_rank() == 0
     torch.manual_seed(dist.get_rank())  # different weights, deliberately
     net = make_net()
     before = checksums(net)
-    train(net, is_main=is_main)
+    train(net)
     after = checksums(net)
-    if is_main:
+    if dist.get_rank() == 0:
         print(f"checksums: {before} before, {after} after")
         WEIGHTS.parent.mkdir(exist_ok=True)
         torch.save(net.state_dict(), WEIGHTS)
