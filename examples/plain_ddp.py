@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.determinism import digest
-from paceline.optim import build_optimizer, learning_rate
+from paceline.optim import build_optimizer, learning_rate, peak_lr
 from paceline.parsing import parse
 
 
@@ -27,7 +27,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(recipe.seed)
     model = DistributedDataParallel(task.build_model())
-    optimizer = build_optimizer(model, recipe.optimizer)
+    peak = peak_lr(recipe.optimizer, recipe.batch)
+    optimizer = build_optimizer(model, recipe.optimizer, batch=recipe.batch)
     data = task.train_data()
     sampler: DistributedSampler[object] = DistributedSampler(data, seed=recipe.seed)
     loader = DataLoader(data, batch_size=recipe.batch // dist.get_world_size(), sampler=sampler)
@@ -42,7 +43,7 @@ def main() -> None:
             (loss / weight).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm or float("inf"))
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe.schedule, recipe.optimizer.lr, step, recipe.steps)
+                group["lr"] = learning_rate(recipe.schedule, peak, step, recipe.steps)
             if norm.isfinite():
                 optimizer.step()
             step += 1

@@ -110,7 +110,8 @@ class Progress:
         self._live.refresh()
 
     def _show_evaluate(self, event: Mapping[str, Any]) -> None:
-        scores = {name: value for name, value in event.items() if name not in _NOT_METRICS}
+        # A confusion matrix is for the log.
+        scores = {n: value for n, value in event.items() if n not in _NOT_METRICS and isinstance(value, float | int)}
         told = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
         self._say(f"step {event['step']}  held-out  {told}  ({event['seconds']:.1f} s)", style="cyan")
 
