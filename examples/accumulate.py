@@ -52,7 +52,7 @@ def one_big_batch(net: nn.Module) -> Tensor:
 
 
 def main() -> None:
-    run = paceline.Run(paceline.Recipe(batch=4, micro_batch=1, lanes=2, steps=1, order="sequential"))
+    run = paceline.Run(paceline.Recipe(batch=4, micro_batch=1, lanes=2, steps=1, order="sequential", device="cpu"))
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

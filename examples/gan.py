@@ -23,7 +23,7 @@ def make_net() -> nn.Module:
 
 
 def main() -> None:
-    run = paceline.Run(paceline.Recipe(batch=32, micro_batch=8, lanes=4, steps=90, seed=0))
+    run = paceline.Run(paceline.Recipe(batch=32, micro_batch=8, lanes=4, steps=90, device="cpu"))
     torch.manual_seed(0)
     points_N2 = torch.randn(2048, 2) * 0.5 + torch.tensor([2.0, -1.0])  # what the generator is to imitate
     g, d = make_net(), nn.Sequential(make_net(), nn.Linear(2, 1))

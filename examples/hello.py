@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--fail", type=int, metavar="RANK", help="the worker that shall fail")
     options = parser.parse_args()
 
-    run = paceline.Run(paceline.Recipe(steps=1))
+    run = paceline.Run(paceline.Recipe(steps=1, device="cpu"))
     if run.rank == options.fail:
         raise RuntimeError(f"worker {run.rank} fails, as asked")
 

@@ -24,7 +24,7 @@ def main() -> None:
     print("10 items over 3 lanes", *describe(samples=10, lanes=3, order="sequential", tail="pad"), sep="\n")
     print("dropping the tail", *describe(samples=10, lanes=3, order="sequential", tail="drop"), sep="\n")
 
-    run = paceline.Run(paceline.Recipe(batch=2, micro_batch=1, lanes=2, epochs=2, order="permutation", seed=0))
+    run = paceline.Run(paceline.Recipe(batch=2, micro_batch=1, lanes=2, epochs=2, order="permutation", device="cpu"))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)

@@ -21,7 +21,14 @@ LOSSES = [(0.42, 3.90), (0.42, float("nan")), (0.10, 3.50)]
 
 def main() -> None:
     recipe = paceline.Recipe(
-        batch=2, micro_batch=1, lanes=2, epochs=1, order="sequential", skip_loss_above=2.0, on_nonfinite="skip"
+        batch=2,
+        micro_batch=1,
+        lanes=2,
+        epochs=1,
+        order="sequential",
+        skip_loss_above=2.0,
+        on_nonfinite="skip",
+        device="cpu",
     )
     run = paceline.Run(recipe)
     model = nn.Linear(1, 1, bias=False)  # its loss is its input, as long as its only weight is 1.0

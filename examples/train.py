@@ -39,7 +39,7 @@ def checksum(net: nn.Module) -> str:
 
 def main() -> None:
     run_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/train")
-    recipe = paceline.Recipe(batch=128, micro_batch=32, lanes=4, epochs=3, order="permutation", seed=0)
+    recipe = paceline.Recipe(batch=128, micro_batch=32, lanes=4, epochs=3, order="permutation", device="cpu")
     run = paceline.Run(recipe, paceline.Execution(run_dir=str(run_dir)))
     torch.manual_seed(run.rank)  # different weights, deliberately
     model = make_net().to(run.device)

@@ -181,7 +181,8 @@ def start(program: str, how: str, cwd: Path, *arguments: str) -> Started:
         "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"],
     }[launcher]
     cwd.mkdir()
-    return Started([sys.executable, *words, str(EXAMPLES / program), *arguments], cwd, {"OMP_NUM_THREADS": "1"})
+    extra = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the numbers are a CPU's
+    return Started([sys.executable, *words, str(EXAMPLES / program), *arguments], cwd, extra)
 
 
 def check_shown(text: str, expected: str) -> None:
