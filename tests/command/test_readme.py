@@ -25,10 +25,22 @@ def test_the_loop_trains(capsys: pytest.CaptureFixture[str]) -> None:
     (loop,) = blocks("python")
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2560, 4, generator=generator), torch.randint(2, (2560,), generator=generator)
-    names: dict[str, Any] = {"Net": lambda: nn.Linear(4, 2), "dataset": TensorDataset(x, y)}
+    data = TensorDataset(x, y)
+    names: dict[str, Any] = {"Net": lambda: nn.Linear(4, 2), "dataset": data, "test_set": data}
     exec(compile(loop, str(README), "exec"), names)
-    assert re.fullmatch(r"100: 0\.\d{4}\n", capsys.readouterr().out)
+    assert re.fullmatch(r"100: 0\.\d{4}\n\{'accuracy': 0\.\d+\}\n", capsys.readouterr().out)
     assert names["run"].position == 120  # 3 epochs of 40 steps
+
+
+def test_every_program_of_the_building_blocks_is_there_and_told() -> None:
+    text = README.read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE))
+    there = {path.name for path in README.with_name("examples").glob("*.py")} - {
+        "__init__.py",
+        "demo.py",
+        "plain_ddp.py",
+    }
+    assert told == there
 
 
 def test_the_configuration_is_one(tmp_path: Path) -> None:
