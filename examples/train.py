@@ -56,12 +56,13 @@ def main() -> None:
     losses: list[float] = []
     for done in run.steps(make_data(), train_step):
         losses.append(done.loss)
-        if done.step % 32 == 0:  # 4096 / 128
+        if done.ends_epoch:
             run.print(f"epoch {done.epoch}: {len(losses)} steps, loss {sum(losses) / len(losses):.4f}")
             losses.clear()
 
     run.print("checksums:", *before, "before,", *run.gather(checksum(model)), "after")
-    weights = load_file(run_dir / "checkpoints" / f"step-{run.position:08}" / "model.safetensors")
+    assert run.saved is not None  # at the end of the steps
+    weights = load_file(run.saved / "model.safetensors")
     make_net().load_state_dict(weights)
     run.print("saved:", *weights)
     run.print(f"digest {run.digest()}")

@@ -52,8 +52,8 @@ def check_data(team: Team, data: Mapping[str, Any], saved: Mapping[str, Any] | N
                 "the workers' datasets differ",
                 found=f"{what}: {everyone[0][name]} on worker 0, {everyone[others[0]][name]} on worker {others[0]}",
                 needed="the same dataset on every worker: Paceline deals the samples",
-                fix="Give run.steps the whole dataset, not a part by rank; and draw random numbers in it from torch, "
-                "numpy.random or random, which are seeded for each sample",
+                fix="Give run.steps the whole dataset, not a part by rank; if it is made of random numbers, seed them "
+                "first; and draw those of a sample from torch, numpy.random or random, which are seeded for each",
             )
         if saved is not None and saved[name] != data[name]:
             raise CheckpointError(

@@ -58,7 +58,7 @@ def seed_by(*key: int | str) -> int:
 def configure_process(*, threads: int, device: torch.device) -> None:
     """Sets all that moves bits without being asked: threads, denormals, algorithm choice. Once per worker."""
     configure_thread(threads)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), which imports the compiler
     # Filling every empty tensor with NaN only helps to find bugs, and costs a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
@@ -132,6 +132,7 @@ def compile_with_static_shapes() -> None:
     """For all that torch compiles from now on: each shape is compiled for itself, whichever came first."""
     import torch._dynamo  # torch imports it lazily, and so do we: it takes a second
 
+    torch.use_deterministic_algorithms(True)  # once more, for the compiler
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # A shape per possible micro-batch in train and in eval mode is normal here, not a runaway.

@@ -73,6 +73,7 @@ class Run:
         recipe: with ``device`` resolved.
         device: this worker's.
         position: finished steps.
+        saved: directory of the newest checkpoint that was waited for, as the one at the end of `steps`.
         stopped: exit code of a requested stop that has been obeyed, else ``None``.
         events: worker 0's run log; on the others it goes nowhere.
 
@@ -122,6 +123,7 @@ class Run:
         )
         self.position = 0
         self.stopped: int | None = None
+        self.saved: Path | None = None
         self._resume, self._about = resume, dict(about or {})
         self._tracked = Tracked()
         self._stop_requested = 0
@@ -294,7 +296,9 @@ class Run:
                         buffers=buffers,
                         team=self.team,
                         policy=policy,
-                        signals=self._signals(),
+                        signals=Signals(
+                            stop=self._stop_requested, save_failed=bool(self._saves and self._saves.failed())
+                        ),
                         tracked=self._tracked.ids,
                     )
                     phases.append(step.run(train_step))
@@ -302,6 +306,9 @@ class Run:
                 self._metrics = {}
                 if self._saves and any(done.save_failed for done in phases):
                     self._saves.raise_failure()
+                for done in phases:
+                    if done.skipped:
+                        self.events.emit("skipped", step=done.step, loss=done.loss, grad_norm=done.grad_norm)
                 self._log_digest(phases)
                 yield tuple(phases)
                 self.stopped = max(done.stop for done in phases) or None
@@ -338,21 +345,16 @@ class Run:
         samples = sample_count(dataset)
         call = calling(f"run.evaluate of {samples} samples")
         self._begin(call)
-        modes = [(part, part.training) for module in self._tracked.modules.values() for part in module.modules()]
         lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
         mine: LaneMetrics = {}
-        for part, _ in modes:
-            part.training = False
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._tracked.evaluating():
                 for lane, number, batch in self._loader(dataset, collate).evaluate(
                     samples, self.recipe.micro_batch, lanes, self.recipe.lanes
                 ):
                     seed_by(self.recipe.seed, "evaluate", number)
                     add(mine, lane, metrics(batch))
         finally:
-            for part, mode in modes:
-                part.training = mode
             seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
         scores = computed(self.team.gather(mine, call), self.recipe.lanes)
         self.note_metrics(scores)
@@ -365,20 +367,26 @@ class Run:
         """
         self._metrics |= {name: value for name, value in metrics.items() if isinstance(value, float | int)}
 
-    def save(self, *, wait: bool = True) -> None:
+    def save(self, *, wait: bool = True) -> Path | None:
         """Saves a checkpoint of this position; does nothing without a run directory. Collective.
 
         Args:
             wait: until it is on disk. Otherwise it is written in the background, and a failure is raised, on every
                 worker, at the end of a following step.
 
+        Returns:
+            `saved`; ``None`` without ``wait``. ``<name>.safetensors`` in it has a tracked module's weights.
+
         Raises:
             CheckpointError: it could not be written; the ones before it are untouched.
         """
         call = calling("run.save")
         self._begin(call)
-        if self._saves is not None:
-            self._saves.save(self.position, self._snapshot, self.identity, wait=wait, call=call)
+        if self._saves is None:
+            return None
+        path = self._saves.save(self.position, self._snapshot, self.identity, wait=wait, call=call)
+        self.saved = path or self.saved
+        return path
 
     def digest(self) -> str:
         """Digest of everything tracked: 32 hexadecimal digits. Collective.
@@ -487,6 +495,3 @@ class Run:
         whole, tensors = agreed_digest(self.team, self._tracked.tensors(), f"the digest of step {step}")
         lanes = [loss.hex() for done in phases for loss in done.lane_losses]
         self.events.emit("digest", step=step, digest=whole, lanes=lanes, tensors=tensors)
-
-    def _signals(self) -> Signals:
-        return Signals(stop=self._stop_requested, save_failed=bool(self._saves and self._saves.failed()))

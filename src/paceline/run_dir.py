@@ -25,7 +25,7 @@ def prepare_run_dir(path: Path, resume: Resume) -> None:
             "cannot resume",
             found=f"no checkpoint in {path}",
             needed="one, for --resume must",
-            fix="Use --resume auto to start afresh where there is none",
+            fix="Use --resume auto (in a script: resume='auto') to start afresh where there is none",
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -37,14 +37,15 @@ def prepare_run_dir(path: Path, resume: Resume) -> None:
             f"cannot use the run directory {path}",
             found=error.strerror,
             needed="a directory that can be written",
-            fix="Choose another with --run-dir",
+            fix="Choose another with --run-dir (in a script: Execution(run_dir=...))",
         ) from None
     if resume == "never" and there:
         raise ConfigError(
             f"cannot start a run in {path}",
             found=f"{', '.join(there[:3])}{', ...' if len(there) > 3 else ''} there",
             needed="an empty directory",
-            fix="Go on with that run by --resume, or choose another directory with --run-dir",
+            fix="Go on with that run by --resume, or choose another directory with --run-dir (in a script: "
+            "resume='auto', Execution(run_dir=...))",
         )
 
 

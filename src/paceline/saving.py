@@ -41,6 +41,7 @@ class Saves:
         # A disk that hangs is this worker's error before the others' wait for it is theirs.
         self._writer = Writer(self._store, timeout_s=execution.timeout_s / 2) if team.rank == 0 else None
         self._step = 0
+        self._newest: Path | None = None
         self._failure: CheckpointError | None = None
 
     def load(self, identity: Identity, resume: Resume, call: str) -> Loaded | None:
@@ -71,8 +72,13 @@ class Saves:
             self._events.emit("passed_over", what=name, why=why)
         return loaded
 
-    def save(self, step: int, take: Callable[[], Snapshot], identity: Identity, *, wait: bool, call: str) -> None:
+    def save(
+        self, step: int, take: Callable[[], Snapshot], identity: Identity, *, wait: bool, call: str
+    ) -> Path | None:
         """Writes what ``take`` copies after ``step`` finished steps, on worker 0. Collective if ``wait``.
+
+        Returns:
+            The checkpoint's directory if ``wait``, on every worker.
 
         Raises:
             CheckpointError: it could not be written; on the other workers a `TeamError`, its echo.
@@ -85,13 +91,18 @@ class Saves:
                     self._writer.wait()
             except CheckpointError as error:  # raised when the others know of it too
                 self._note_failure(error)
-        if wait and any(self._team.gather(self.failed(), call)):
+        if not wait:
+            return None
+        failed, path = self._team.gather((self.failed(), self._newest), call)[0]
+        if failed:
             self.raise_failure()
+        return path
 
     def failed(self) -> bool:
         """On the worker that writes: whether a save has failed. Notes those that went well in the log."""
         while self._writer is not None and (outcome := self._writer.outcome()) is not None:
             if isinstance(outcome, Saved):
+                self._newest = outcome.path
                 self._events.emit("checkpoint", step=outcome.step, seconds=outcome.seconds, path=str(outcome.path))
             else:
                 self._note_failure(outcome)

@@ -49,6 +49,7 @@ class Done:
     Args:
         step: finished steps, this one included.
         epoch: the pass over the data it belongs to, from 0.
+        ends_epoch: it is the last one of that pass.
         loss: sum of losses over sum of weights; NaN when a lane's loss is not finite.
         grad_norm: global norm before clipping; ``None`` when no update asked for it.
         lr: learning rate of the first parameter group.
@@ -62,6 +63,7 @@ class Done:
 
     step: int
     epoch: int
+    ends_epoch: bool
     loss: float
     grad_norm: float | None
     lr: float | None
@@ -285,6 +287,7 @@ class Step:
         return Done(
             step=self.number + 1,
             epoch=self._plan.epoch_of(self.number),
+            ends_epoch=epoch_step == self._plan.steps_per_epoch - 1,
             loss=total(losses) / weight,
             grad_norm=self._grad_norm,
             lr=self._lr,

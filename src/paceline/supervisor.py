@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -50,6 +50,7 @@ _FORWARDED = {
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGTERM,  # the terminal is gone: save and stop
 }
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _BOOTSTRAP = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL; survives exec
@@ -68,7 +69,7 @@ def resolve_workers(recipe: Recipe, execution: Execution) -> int:
 
 def default_workers(*, cuda: bool = True) -> int:
     """One per GPU if ``cuda`` may be used and is there, else one per two CPU cores, at least one."""
-    if cuda:
+    if cuda and any(Path(device).exists() for device in _GPU_DRIVERS):  # else torch need not be imported to tell
         import torch
 
         if torch.cuda.is_available():
@@ -112,14 +113,18 @@ def run_workers(command: Sequence[str], workers: int, *, record: Path | None = N
     """
     with contextlib.ExitStack() as stack:
         report_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-        port = stack.enter_context(_store()) if workers > 1 else None
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0))) if workers > 1 else None
+        port = listener.getsockname()[1] if listener is not None else None
         team = stack.enter_context(_Workers(report_dir))
         for rank in range(workers):
             team.start(rank, command, env.for_worker(rank, workers, port=port, report_dir=report_dir))
         if record is not None:
             pids = [{"rank": rank, "pid": worker.pid} for rank, worker in enumerate(team.processes)]
             replace_text(record, json.dumps({"generation": 0, "workers": pids}) + "\n")
+        # Now, beside the workers, which import torch as well before they ask for it.
+        store = None if listener is None else _store(listener)
         team.wait()
+        del store
         return _conclude(team.endings())
 
 
@@ -289,20 +294,14 @@ def _unreported(ending: _Ending) -> PacelineError:
     )
 
 
-@contextlib.contextmanager
-def _store() -> Iterator[int]:
-    """Serves a key-value store on the loopback interface; gives its port."""
+def _store(listener: socket.socket) -> object:
+    """Serves a key-value store on ``listener``, for as long as what it returns lives."""
     import torch.distributed as dist
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    try:
-        yield port
-    finally:
-        del store
+    host, port = listener.getsockname()
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

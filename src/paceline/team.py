@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # first imported after init_process_group it would keep the group alive at exit
 from torch import Tensor
 
 from paceline.determinism import configure_thread

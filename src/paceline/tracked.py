@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ class Tracked:
                         needed="statistics over more than one sample",
                         fix="Use a larger recipe.micro_batch, or GroupNorm, which needs no batch",
                     )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The modules in eval mode; afterwards each part is as it was."""
+        modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
+        for part, _ in modes:
+            part.training = False
+        try:
+            yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
 
     def states(self) -> dict[str, Any]:
         """``state_dict()`` of each object."""

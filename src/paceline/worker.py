@@ -31,6 +31,9 @@ from paceline.run_dir import replace_text
 __all__ = ["at_exit", "end", "report", "tell_uncaught_errors", "work"]
 
 
+_ECHO_S = 1.0
+
+
 def work(body: Callable[[], int]) -> int:
     """Runs ``body`` as a worker and returns its exit code; if it fails, reports that and ends the process."""
     here = env.read()
@@ -52,7 +55,8 @@ def end(exit_code: int) -> NoReturn:
 def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
     """Tells the supervisor, or standard error where there is none, why this worker ends. Returns its exit code.
 
-    A `TeamError` is an echo of another worker's failure; another `PacelineError` needs no traceback.
+    A `TeamError` is an echo of another worker's failure; another `PacelineError` needs no traceback. Under another
+    launcher an echo waits a moment, since torchrun takes for the cause whoever ends first.
     """
     exit_code = error.exit_code if isinstance(error, PacelineError) else EXIT_FAILED
     kind = "echo" if isinstance(error, TeamError) else "mistake" if isinstance(error, PacelineError) else "exception"
@@ -69,6 +73,7 @@ def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
         place = f"\n  at {told['place']}" if told["place"] else ""
         text = told["traceback"] if kind == "exception" else f"error: {told['message']}{place}"
         print(f"paceline: worker {rank}: {text}", file=sys.stderr, flush=True)
+        time.sleep(_ECHO_S if kind == "echo" else 0)
     else:
         replace_text(report_dir / f"worker-{rank}.json", json.dumps(told))
     return exit_code

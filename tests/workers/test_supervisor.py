@@ -115,9 +115,12 @@ def test_every_worker_knows_its_place_and_finds_the_store(tmp_path: Path) -> Non
 
 
 def test_the_store_listens_on_the_loopback_interface_only() -> None:
-    with supervisor._store() as port:
-        mine = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN" and c.laddr.port == port]
-        assert [connection.laddr.ip for connection in mine] == ["127.0.0.1"]
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = supervisor._store(listener)
+    mine = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN" and c.laddr.port == port]
+    assert [connection.laddr.ip for connection in mine] == ["127.0.0.1"]
+    del store
 
 
 @pytest.mark.parametrize(

@@ -232,4 +232,5 @@ def plain(value: Any) -> Any:
 
 
 def _nothing(found: str, needed: str) -> UsageError:
-    return UsageError("cannot compute a metric", found=f"{found} over all samples", needed=needed)
+    fix = "Count every sample once, or leave the metric out where there is nothing to count"
+    return UsageError("cannot compute a metric", found=f"{found} over all samples", needed=needed, fix=fix)
