@@ -57,9 +57,9 @@ class Run:
     The same script works alone, in a notebook, under `paceline launch`, in `paceline.launch` and under torchrun: the
     launcher's environment says which.
 
-    In a loop of your own the optimizer, its schedule, clipping and compilation are yours: of the recipe's fields
-    ``optimizer``, ``schedule``, ``max_norm`` and ``compile`` are for `paceline train`, and ``precision`` is what
-    `autocast` enters.
+    torch, numpy and `random` are seeded by ``recipe.seed``: make the model afterwards, and it starts from it. In a loop
+    of your own the optimizer, its schedule, clipping and compilation are yours: of the recipe's fields ``optimizer``,
+    ``schedule``, ``max_norm`` and ``compile`` are for `paceline train`, and ``precision`` is what `autocast` enters.
 
     Args:
         recipe: all that may change a bit of the result; the same on every worker.
@@ -132,6 +132,7 @@ class Run:
         self._saves = Saves(self.run_dir, self.execution, self.team, self.events) if self.run_dir else None
         self._closed = False
         self._forget_exit = at_exit(self.close)
+        seed_by(recipe.seed, "model")
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.config import Execution, Recipe, Resume
-from paceline.determinism import compile_blocks, seed_by
+from paceline.determinism import compile_blocks
 from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, UsageError, did_you_mean
 from paceline.events import Sink, warn
 from paceline.optim import build_optimizer, learning_rate, peak_lr
@@ -50,7 +50,6 @@ def train(
     """
     about = {**(about or {}), "data": task.fingerprint()}
     with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, _obeying_signals(run):
-        seed_by(recipe.seed, "model")
         model = _built(task).to(run.device)
         run.track(model=model)
         peak = peak_lr(recipe.optimizer, recipe.batch)
