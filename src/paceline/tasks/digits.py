@@ -55,9 +55,9 @@ class Digits(Task):
         return nn.Sequential(
             *_convolution(1, self.width),
             *_convolution(self.width, self.width),
-            nn.MaxPool2d(2),
+            nn.AvgPool2d(2),
             *_convolution(self.width, 2 * self.width),
-            nn.MaxPool2d(2),
+            nn.AvgPool2d(2),
             nn.Flatten(),
             nn.Dropout(self.dropout),
             nn.Linear(2 * self.width * (SIDE // 4) ** 2, CLASSES),
