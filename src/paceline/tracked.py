@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -269,19 +270,32 @@ def _refuse_wrapped(modules: Mapping[str, nn.Module]) -> None:
     """Raises `UsageError` when a wrapper would exchange the gradients of a tracked module too.
 
     Its collectives, issued by the thread that runs backward, would pair up with the run's own: a hang, or wrong sums.
-    Nothing on a module tells of its wrapper, so it is looked for among all objects: a tenth of a second, once.
     """
+    suspects = {
+        name: set(module.parameters())
+        for name, module in modules.items()
+        if any(_is_held(parameter) for parameter in module.parameters() if parameter.requires_grad)
+    }
+    if not suspects:
+        return
+    # A graph of the user's holds parameters too. Only a look at all objects, a tenth of a second, can tell.
     wrappers = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
-    for wrapper in wrappers:
-        wrapped = set(wrapper.parameters())
-        for name, module in modules.items():
-            if not wrapped.isdisjoint(module.parameters()):
-                raise UsageError(
-                    f"cannot train {name}",
-                    found="a DistributedDataParallel around it",
-                    needed="the bare model alone: the run exchanges the gradients",
-                    fix="Leave out the wrapper, and call the model itself in the train step",
-                )
+    for name, parameters in suspects.items():
+        if any(not parameters.isdisjoint(wrapper.parameters()) for wrapper in wrappers):
+            raise UsageError(
+                f"cannot train {name}",
+                found="a DistributedDataParallel around it",
+                needed="the bare model alone: the run exchanges the gradients",
+                fix="Leave out the wrapper, and call the model itself in the train step",
+            )
+
+
+def _is_held(parameter: nn.Parameter) -> bool:
+    """Whether somebody keeps the node that accumulates its gradient; autograd makes another each time if nobody does."""
+    notes: Any = get_gradient_edge(parameter).node.metadata
+    notes["paceline"] = True
+    seen_again: Any = get_gradient_edge(parameter).node.metadata
+    return "paceline" in seen_again
 
 
 def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
