@@ -291,7 +291,7 @@ def _refuse_wrapped(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
-    """Whether somebody keeps the node that accumulates its gradient; autograd makes another each time if nobody does."""
+    """Whether somebody keeps the node that accumulates its gradient; else autograd makes another each time."""
     notes: Any = get_gradient_edge(parameter).node.metadata
     notes["paceline"] = True
     seen_again: Any = get_gradient_edge(parameter).node.metadata
