@@ -130,9 +130,10 @@ def compile_blocks(model: nn.Module) -> None:
 
 def compile_with_static_shapes() -> None:
     """For all that torch compiles from now on: each shape is compiled for itself, whichever came first."""
-    import torch._dynamo  # torch imports it lazily, and so do we: it takes a second
+    import torch._dynamo  # torch imports them lazily, and so do we: they take a second
+    import torch._inductor.config
 
-    torch.use_deterministic_algorithms(True)  # once more, for the compiler
+    torch._inductor.config.deterministic = True
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # A shape per possible micro-batch in train and in eval mode is normal here, not a runaway.
