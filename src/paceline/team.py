@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import io
-import itertools
 import pickle
 import queue
 import re
@@ -248,8 +247,6 @@ class TorchTeam(Team):
         timeout_s: seconds after which a wait for another worker is an error.
     """
 
-    _made = itertools.count()
-
     def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float, room: int) -> None:
         if dist.is_initialized():
             raise UsageError(
@@ -278,7 +275,8 @@ class TorchTeam(Team):
                 wait_for_workers=False,
             )
             # A restarted launch, or a second run in these processes, meets the same store again: its keys must be new.
-            name = f"paceline/{env.restarts}/{next(self._made)}"
+            made = store.add(f"paceline/{env.restarts}/teams of {env.rank}", 1)
+            name = f"paceline/{env.restarts}/{made}"
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 device_id=device if device.type == "cuda" else None,
