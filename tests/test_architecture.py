@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "callsite": "",
     "worker": "errors env callsite run_dir",
     "supervisor": "errors config env run_dir",
-    "launcher": "errors env supervisor",
+    "launcher": "errors env supervisor worker",
     "team": "errors env determinism",
     "optim": "errors config",
     "models": "errors config",

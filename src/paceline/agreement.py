@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from paceline.determinism import combined, tensor_digest
 from paceline.errors import CheckpointError, ConfigError, UsageError
 from paceline.team import Team
 
-__all__ = ["agreed_digest", "check_data", "check_recipe"]
+__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe"]
 
 
 def check_recipe(team: Team, recipe: Recipe) -> None:
@@ -63,6 +63,31 @@ def check_data(team: Team, data: Mapping[str, Any], saved: Mapping[str, Any] | N
                 fix="Train on the same data, or start another run from these weights with recipe.init_from",
                 cause="usage",
             )
+
+
+def check_exchange(team: Team, layout: Sequence[Sequence[int]], call: str) -> None:
+    """The same gradients in the same buckets on every worker.
+
+    Args:
+        layout: for each bucket the sizes of its parameters.
+
+    Raises:
+        UsageError: other parameters that require a gradient, or another ``execution.bucket_mib``, on another worker.
+    """
+    everyone = team.gather(tuple(map(tuple, layout)), call)
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if others:
+        raise UsageError(
+            "the workers would exchange other gradients",
+            found=f"{_in_words(everyone[0])} on worker 0, {_in_words(everyone[others[0]])} on worker {others[0]}",
+            needed="the same on every worker",
+            fix="Freeze and unfreeze parameters, and set execution.bucket_mib, without looking at the rank",
+        )
+
+
+def _in_words(layout: Sequence[Sequence[int]]) -> str:
+    sizes = [size for bucket in layout for size in bucket]
+    return f"{len(sizes)} trainable parameters of {sum(sizes):,} numbers in {len(layout)} buckets"
 
 
 def agreed_digest(team: Team, tensors: Mapping[str, Tensor], call: str) -> tuple[str, dict[str, str]]:

@@ -32,13 +32,18 @@ def raised_at(error: BaseException) -> str | None:
 
     For example ``train.py, line 12, in train_step: step.update(optimizer)``.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    if not frames:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = traceback.extract_tb(error.__traceback__)
+    users = [place for frame, place in zip(frames, places, strict=True) if _is_users(frame)]
+    if not users:
         return None
-    frame = frames[-1]
-    code = f": {frame.line}" if frame.line else ""
-    return f"{frame.filename}, line {frame.lineno}, in {frame.name}{code}"
+    last = users[-1]
+    code = f": {last.line}" if last.line else ""
+    return f"{last.filename}, line {last.lineno}, in {last.name}{code}"
 
 
-def _is_users(filename: str) -> bool:
-    return not filename.startswith((_OWN, "<frozen", *_LIBRARIES))
+def _is_users(frame: FrameType) -> bool:
+    """Of generated code, such as a dataclass's ``__init__``, only the module tells whose it is."""
+    module = str(frame.f_globals.get("__name__"))
+    files = (_OWN, "<frozen", *_LIBRARIES)
+    return module.split(".")[0] != "paceline" and not frame.f_code.co_filename.startswith(files)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from paceline import env
 from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError, WorkerError
 from paceline.supervisor import default_workers, run_workers
+from paceline.worker import tell_uncaught_errors
 
 __all__ = ["launch"]
 
@@ -52,6 +53,7 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> list
             needed="one launcher",
             fix="Call paceline.launch in a plain script, or use paceline.Run here",
         )
+    tell_uncaught_errors(alone=True)
     if workers is None:
         workers = default_workers()
     if not isinstance(workers, int) or workers < 1:

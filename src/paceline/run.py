@@ -15,7 +15,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
-from paceline.agreement import agreed_digest, check_data, check_recipe
+from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe
 from paceline.callsite import calling
 from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
@@ -106,14 +106,14 @@ class Run:
         self.device = resolve_device(recipe.device, here.local_rank if here else 0)
         self.recipe = dataclasses.replace(recipe, device="cuda" if self.device.type == "cuda" else "cpu")
         configure_process(threads=recipe.threads, device=self.device)
-        room = 2 * (len(mine) + 1)  # a loss and a weight for each lane of the worker that has the most
         self.team: Team = (
-            SoloTeam(self.device, recipe.threads, room=room)
+            SoloTeam(self.device, recipe.threads)
             if here is None or world_size == 1
-            else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s, room=room)
+            else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s)
         )
         tell_uncaught_errors(alone=world_size == 1)
         check_recipe(self.team, self.recipe)
+        self.team.room = 2 * (len(mine) + 1)  # a loss and a weight for each lane of the worker that has the most
         resume = resume or ("auto" if env.restarts() else "never")
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
         if self.run_dir is not None:
@@ -282,6 +282,7 @@ class Run:
         steps = range(self.position, last)
         batches = self._loader(dataset, collate).train(plan, reducer.lanes, steps, phases=len(train_steps), probe=True)
         try:
+            check_exchange(self.team, reducer.layout, call)
             data = {"samples": plan.samples, "content": content_digest(next(batches))}
             check_data(self.team, data, self._data, call)
             self._data = data
@@ -412,11 +413,11 @@ class Run:
         """
         if self._closed:
             return
-        try:
-            self.team.barrier(calling("the end of the run"))
-            self._close_files()
-        finally:
-            self.team.close()
+        with closing(self.team):
+            try:
+                self.team.barrier(calling("the end of the run"))
+            finally:
+                self._close_files()
 
     def __enter__(self) -> Run:
         return self

@@ -238,6 +238,13 @@ class Step:
         if not optimizers:
             raise UsageError("cannot update", found="no optimizer", needed="step.update(optimizer)")
         self._refuse_untracked([*optimizers, *schedulers])
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise UsageError(
+                "cannot update",
+                found="LBFGS, which computes losses again while it steps",
+                needed="an optimizer that steps by the gradients that are there",
+                fix="Use another one, such as AdamW",
+            )
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._refuse_unreduced([parameter for group in groups for parameter in group["params"]])
         self._state = "updated"

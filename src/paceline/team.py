@@ -40,7 +40,7 @@ _LOST = object()
 _CALL_BYTES = 240
 """Of the name of a call that are shown."""
 _ROOM = 128
-"""For teams inside one process: enough for a step's table with 64 lanes a worker."""
+"""Before a recipe is known: enough for a step's table with 64 lanes a worker."""
 
 
 class Pending(Generic[T]):
@@ -68,14 +68,23 @@ class _JobThread:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(threads,), name="paceline-communication", daemon=True)
         self._thread.start()
+        self._closed = False
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
+        if self._closed:  # nobody would ever answer
+            raise UsageError(
+                "cannot call the team",
+                found="a run that has ended",
+                needed="all calls before its end",
+                fix="Move the call before run.close(), or into the block of `with Run(...)`",
+            )
         future: Future[T] = Future()
         self._queue.put((future, job))
         return future
 
     def close(self) -> None:
         """Returns when all jobs are done and the thread has ended."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join()
 
@@ -99,14 +108,15 @@ class Team(ABC):
 
     Args:
         threads: torch threads of the communication thread, which adds gradients.
-        room: how many numbers may ride on the opening of a call, the same on every worker.
+
+    Attributes:
+        room: how many numbers may ride on the opening of a call. The same on every worker, always: so it follows from
+            the recipe only after all have agreed on one.
     """
 
-    def __init__(
-        self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int, room: int
-    ) -> None:
+    def __init__(self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int) -> None:
         self.rank, self.world_size, self.local_rank, self.device = rank, world_size, local_rank, device
-        self._room = room
+        self.room = _ROOM
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs = _JobThread(threads)
 
@@ -156,7 +166,7 @@ class Team(ABC):
         Raises:
             UsageError: on every worker, when some are about to do something else.
         """
-        row = torch.zeros(1 + self._room, dtype=torch.float64, device=self.device)
+        row = torch.zeros(1 + self.room, dtype=torch.float64, device=self.device)
         row[0] = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little")  # exact as a float
         row[1 : 1 + len(numbers)] = numbers
         rows = self.all_gather(row)
@@ -169,16 +179,19 @@ class Team(ABC):
         texts = self.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)).cpu()
         calls = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts]
         first = next(rank for rank, theirs in enumerate(calls) if theirs != calls[0])
+        fix = "Take calls of the run out of `if run.is_main`, and leave a loop over run.steps on all workers or none"
+        if calls[0].startswith("run.evaluate") and calls[0].split()[-1] == calls[first].split()[-1]:  # at one line
+            fix = "Give run.evaluate the whole dataset on every worker: Paceline deals the samples"
         raise UsageError(
             "the workers have parted",
             found=f"worker 0 in {calls[0]}, worker {first} in {calls[first]}",
             needed="the same calls on every worker, in the same order",
-            fix="Take calls of the run out of `if run.is_main`, and leave a loop over run.steps on all workers or none",
+            fix=fix,
         )
 
-    def _gather_objects(self, value: Any, call: str) -> list[Any]:
-        """*In a job.* ``value`` of every worker, in rank order."""
-        mine = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(self.device)
+    def _gather_packed(self, packed: bytes, call: str) -> list[Any]:
+        """*In a job.* What was ``packed`` on every worker, in rank order."""
+        mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self.device)
         sizes = self.open(call, torch.tensor([len(mine)], dtype=torch.float64, device=self.device))[:, 0]
         padded = mine.new_zeros(int(sizes.max()))
         padded[: len(mine)] = mine
@@ -190,8 +203,20 @@ class Team(ABC):
 
         Args:
             call: the name under which it opens; what this is part of, and where.
+
+        Raises:
+            UsageError: it cannot be pickled.
         """
-        return self.submit(lambda: self._gather_objects(value, call)).wait()
+        try:
+            packed = _packed(value)
+        except Exception as error:  # whatever the value's own methods raise
+            raise UsageError(
+                "cannot gather from the workers",
+                found=f"{type(value).__name__}: {error}",
+                needed="something that can be pickled",
+                fix="Gather numbers, text, tensors, or lists and dicts of them",
+            ) from error
+        return self.submit(lambda: self._gather_packed(packed, call)).wait()
 
     def barrier(self, call: str = "barrier") -> None:
         """Returns when every worker has called it. Collective."""
@@ -221,8 +246,8 @@ class Team(ABC):
 class SoloTeam(Team):
     """One worker, no process group. The communication thread still adds lanes, beside the backward."""
 
-    def __init__(self, device: torch.device, threads: int = 1, *, room: int = _ROOM) -> None:
-        super().__init__(rank=0, world_size=1, local_rank=0, device=device, threads=threads, room=room)
+    def __init__(self, device: torch.device, threads: int = 1) -> None:
+        super().__init__(rank=0, world_size=1, local_rank=0, device=device, threads=threads)
 
     def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         if sends or receives:
@@ -235,8 +260,8 @@ class SoloTeam(Team):
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
 
-    def _gather_objects(self, value: Any, call: str) -> list[Any]:
-        return [value]
+    def gather(self, value: T, call: str = "gather") -> list[T]:
+        return self.submit(lambda: [value]).wait()
 
 
 class TorchTeam(Team):
@@ -247,7 +272,7 @@ class TorchTeam(Team):
         timeout_s: seconds after which a wait for another worker is an error.
     """
 
-    def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float, room: int) -> None:
+    def __init__(self, env: WorkerEnv, device: torch.device, *, threads: int, timeout_s: float) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "cannot join the team",
@@ -261,7 +286,6 @@ class TorchTeam(Team):
             local_rank=env.local_rank,
             device=device,
             threads=threads,
-            room=room,
         )
         self._timeout_s = timeout_s
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -367,7 +391,6 @@ class ThreadTeam(Team):
             local_rank=rank,
             device=torch.device("cpu"),
             threads=torch.get_num_threads(),
-            room=_ROOM,
         )
         self._mail = mail
 

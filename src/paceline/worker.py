@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from paceline import env
 from paceline.callsite import raised_at
-from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PacelineError, TeamError, UsageError
+from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PacelineError, TeamError, UsageError, WorkerError
 from paceline.run_dir import replace_text
 
 __all__ = ["at_exit", "end", "report", "tell_uncaught_errors", "work"]
@@ -72,7 +72,8 @@ def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
     if report_dir is None:
         place = f"\n  at {told['place']}" if told["place"] else ""
         text = told["traceback"] if kind == "exception" else f"error: {told['message']}{place}"
-        print(f"paceline: worker {rank}: {text}", file=sys.stderr, flush=True)
+        who = f"worker {rank}: " if env.read() is not None else ""
+        print(f"paceline: {who}{text}", file=sys.stderr, flush=True)
         time.sleep(_ECHO_S if kind == "echo" else 0)
     else:
         replace_text(report_dir / f"worker-{rank}.json", json.dumps(told))
@@ -91,7 +92,9 @@ def tell_uncaught_errors(*, alone: bool) -> None:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         here = env.read()
         code = EXIT_INTERRUPTED
-        if isinstance(error, PacelineError) or not (alone or isinstance(error, KeyboardInterrupt)):
+        if isinstance(error, WorkerError):
+            print(error, file=sys.stderr, flush=True)  # as the supervisor tells it, with what it needs
+        elif isinstance(error, PacelineError) or not (alone or isinstance(error, KeyboardInterrupt)):
             code = report(None, here.rank if here else 0, error)
         elif alone:
             sys.__excepthook__(kind, error, trace)

@@ -6,10 +6,12 @@ and the next case begins a run of its own. Lines at which an error shall point e
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -400,6 +402,38 @@ def sum_of_floats() -> None:
 
 
 @case
+def gather_a_lock() -> None:
+    run = begin()
+    arrive()
+    run.gather(threading.Lock())  # here
+
+
+@case
+def gather_after_the_end() -> None:
+    run = begin()
+    run.close()
+    arrive()
+    run.gather(1)  # here
+
+
+@case
+def gather_after_an_end_that_failed() -> None:
+    run = begin()
+    for end in (run.digest if run.is_main else run.close, run.close, run.close):
+        with contextlib.suppress(PacelineError):
+            end()
+    arrive()
+    run.gather(1)  # here
+
+
+@case
+def no_recipe() -> None:
+    begin()
+    arrive()
+    Recipe(batch=8, lanes=16, steps=1)  # here
+
+
+@case
 def launch_in_a_worker() -> None:
     begin()
     arrive()
@@ -414,6 +448,48 @@ def other_recipe() -> None:
     recipe = Recipe(batch=8, micro_batch=2, lanes=2, steps=4, seed=int(os.environ["RANK"]))
     arrive()
     Run(recipe)  # here
+
+
+@case
+def other_lanes() -> None:
+    recipe = Recipe(batch=8, micro_batch=2, lanes=2 + 2 * int(os.environ["RANK"]), steps=4)
+    arrive()
+    Run(recipe)  # here
+
+
+@case
+def other_buckets() -> None:
+    run = begin(Execution(bucket_mib=1e-5 if os.environ["RANK"] == "0" else 25.0))
+    mine = Trained(run)
+    arrive()
+    for _ in run.steps(DATA, mine.step):  # here
+        pass
+
+
+@case
+def frozen_on_one() -> None:
+    run = begin()
+    mine = Trained(run)
+    if run.is_main:
+        next(iter(mine.model.parameters())).requires_grad_(False)
+    arrive()
+    for _ in run.steps(DATA, mine.step):  # here
+        pass
+
+
+@case
+def unfrozen_on_one() -> None:
+    run = begin()
+    mine = Trained(run)
+    next(iter(mine.model.parameters())).requires_grad_(False)
+    for done in run.steps(DATA, mine.step):
+        if done.step == 2:
+            break
+    if run.is_main:
+        mine.model.requires_grad_(True)
+    arrive()
+    for _ in run.steps(DATA, mine.step):  # here
+        pass
 
 
 @case

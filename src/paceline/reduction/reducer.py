@@ -81,6 +81,11 @@ class Reducer:
             for index, parameter in enumerate(self._parameters)
         ]
 
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """For each bucket the sizes of its parameters; the same on every worker, or the exchange breaks."""
+        return tuple(tuple(self._parameters[index].numel() for index in bucket.members) for bucket in self._buckets)
+
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:
