@@ -1,7 +1,8 @@
-"""What all workers must have in common, compared before a difference can do harm. Everything here is collective."""
+"""What all workers must have in common, compared before a difference can do harm. Collective unless said."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,24 @@ from paceline.determinism import combined, tensor_digest
 from paceline.errors import CheckpointError, ConfigError, UsageError
 from paceline.team import Team
 
-__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe"]
+__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe", "whole_number"]
+
+
+def whole_number(value: object) -> int:
+    """What can be added over workers to the same sum whoever adds: an integer of whatever kind. Not collective.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            "cannot add up over workers",
+            found=f"{value!r} ({type(value).__name__})",
+            needed="an integer: a sum of floats would depend on the number of workers",
+            fix="Count in integers, or return (sum, weight) from the function of run.evaluate: it adds up by lane",
+        ) from None
 
 
 def check_recipe(team: Team, recipe: Recipe) -> None:

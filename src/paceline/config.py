@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, did_you_mean
 from paceline.lanes import check_batch, lanes_of
 
 __all__ = ["Execution", "Identity", "Optimizer", "Recipe", "Resume", "Schedule", "as_dict"]
@@ -26,6 +28,37 @@ Resume = Literal["auto", "never", "must"]
 def _require(ok: bool, what: str, found: object, needed: str, fix: str) -> None:
     if not ok:
         raise ConfigError(f"cannot use {what}", found=f"{what.rpartition('.')[2]}={found!r}", needed=needed, fix=fix)
+
+
+def _check_types(settings: object, section: str) -> None:
+    """Raises `ConfigError` for the first field whose value is not of its type or among its choices."""
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if not _fits(hint, value):
+            choices = [str(one) for part in _parts(hint) for one in typing.get_args(part) if isinstance(one, str)]
+            raise ConfigError(
+                f"cannot use {section}.{name}",
+                found=f"{name}={value!r}",
+                needed=" or ".join(choices) or str(getattr(hint, "__name__", hint)),
+                fix=did_you_mean(str(value), choices) if choices else f"Leave out {name} for the default",
+            )
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if len(parts := _parts(hint)) > 1:
+        return any(_fits(part, value) for part in parts)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        return isinstance(value, tuple | list) and len(value) == len(arguments)
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +90,7 @@ class Optimizer:
     init_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_types(self, "optimizer")
         _require(self.lr >= 0, "optimizer.lr", self.lr, "a number >= 0", "Use lr: 1.0e-3")
         _require(
             self.base_batch is None or self.base_batch >= 1,
@@ -93,6 +127,7 @@ class Schedule:
     decay: float = 0.2
 
     def __post_init__(self) -> None:
+        _check_types(self, "schedule")
         _require(self.warmup >= 0, "schedule.warmup", self.warmup, "steps >= 0", "Use warmup: 0 for none")
         _require(0 <= self.final <= 1, "schedule.final", self.final, "a fraction of the peak, 0 to 1", "Use final: 0.1")
         _require(
@@ -103,6 +138,8 @@ class Schedule:
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Every setting that may change a bit of the result.
+
+    ``optimizer``, ``schedule``, ``max_norm`` and ``compile`` are for `paceline train`: your own loop does that itself.
 
     Args:
         batch: samples of one step, over all lanes: ``lanes x micro_steps x micro_batch``.
@@ -152,6 +189,7 @@ class Recipe:
     init_from: str | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self, "recipe")
         for name in ("batch", "micro_batch", "lanes", "threads"):
             value = getattr(self, name)
             _require(value >= 1, f"recipe.{name}", value, "a whole number >= 1", f"Use recipe.{name}: 8")
@@ -188,6 +226,8 @@ class Recipe:
 class Execution:
     """Every setting that must not change a bit of the result.
 
+    ``evaluate_every``, ``log_every`` and ``tensorboard`` are for `paceline train`.
+
     Args:
         workers: training processes; ``auto``: one per GPU, or one per two CPU cores up to the lanes (at least one).
         loader_workers: data-loading processes of each worker; 0 loads in the worker itself.
@@ -223,6 +263,7 @@ class Execution:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        _check_types(self, "execution")
         for name in ("workers", "checkpoint_every", "keep", "evaluate_every", "log_every", "digest_every", "stop_at"):
             value = getattr(self, name)
             ok = value is None or value == "auto" or value >= 1

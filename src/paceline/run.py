@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
-from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe
+from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe, whole_number
 from paceline.callsite import calling
 from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
@@ -38,7 +37,7 @@ from paceline.metrics import Metric
 from paceline.metrics.lanes import LaneMetrics, add, computed
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
-from paceline.saving import Saves, claim
+from paceline.saving import Saves, checked_resume, claim
 from paceline.step import Done, Policy, Signals, Step
 from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.tracked import Tracked
@@ -114,7 +113,7 @@ class Run:
         tell_uncaught_errors(alone=world_size == 1)
         check_recipe(self.team, self.recipe)
         self.team.room = 2 * (len(mine) + 1)  # a loss and a weight for each lane of the worker that has the most
-        resume = resume or ("auto" if env.restarts() else "never")
+        resume = checked_resume(resume, self.execution) or ("auto" if env.restarts() else "never")
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
         if self.run_dir is not None:
             claim(self.run_dir, resume, self.team)
@@ -163,21 +162,17 @@ class Run:
         """``value`` of every worker, in the order of their ranks: anything that can be pickled. Collective."""
         return self.team.gather(value, calling("run.gather"))
 
+    def barrier(self) -> None:
+        """Returns when every worker has called it. Collective."""
+        self.team.barrier(calling("run.barrier"))
+
     def sum(self, value: int) -> int:
         """The sum of an integer over all workers, exact. Collective.
 
         Raises:
             UsageError: a float. Its sum would depend on the workers; `evaluate` and the steps add up floats by lane.
         """
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise UsageError(
-                "cannot add up over workers",
-                found=f"{value!r} ({type(value).__name__})",
-                needed="an integer: a sum of floats would depend on the number of workers",
-                fix="Count in integers, or return (sum, weight) from the function of run.evaluate: it adds up by lane",
-            ) from None
+        number = whole_number(value)
         return sum(self.team.gather(number, calling("run.sum")))
 
     def max(self, value: float) -> float:
@@ -265,7 +260,7 @@ class Run:
     ) -> Iterator[tuple[Done, ...]]:
         plan = Plan.of(self.recipe, sample_count(dataset))
         self._begin(call)
-        self._tracked.check_trainable(self.recipe.micro_batch)
+        self._tracked.begin_steps(self.recipe.micro_batch)
         length = self.length(dataset)
         last = min(length, self.execution.stop_at or length)
         reducer = Reducer(

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from paceline.checkpoint import Loaded, Saved, Snapshot, Store, Writer
 from paceline.config import Execution, Identity, Resume
-from paceline.errors import CheckpointError, ConfigError, TeamError
+from paceline.errors import CheckpointError, ConfigError, TeamError, did_you_mean
 from paceline.events import EventLog
 from paceline.run_dir import prepare_run_dir
 from paceline.team import Team
 
-__all__ = ["Saves", "claim"]
+__all__ = ["Saves", "checked_resume", "claim"]
+
+
+def checked_resume(resume: Resume | None, execution: Execution) -> Resume | None:
+    """``resume`` as it is.
+
+    Raises:
+        ConfigError: no such way, or nowhere to resume from.
+    """
+    choices = get_args(Resume)
+    if resume is not None and resume not in choices:
+        raise ConfigError(
+            "cannot start the run",
+            found=f"resume={resume!r}",
+            needed=" or ".join(choices),
+            fix=did_you_mean(str(resume), choices),
+        )
+    if resume == "must" and execution.run_dir is None:
+        raise ConfigError(
+            "cannot resume",
+            found="no run directory",
+            needed="the one of the run to go on with",
+            fix="Pass paceline.Execution(run_dir=...)",
+        )
+    return resume
 
 
 def claim(run_dir: Path, resume: Resume, team: Team) -> None:

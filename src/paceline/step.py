@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, NoReturn, SupportsFloat
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.data.order import Plan
 from paceline.determinism import seed_by
@@ -235,16 +235,7 @@ class Step:
             "one call, after the loop over the step, with all optimizers",
             "Call it once, behind `for batch in step`, which must run to its end",
         )
-        if not optimizers:
-            raise UsageError("cannot update", found="no optimizer", needed="step.update(optimizer)")
-        self._refuse_untracked([*optimizers, *schedulers])
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-            raise UsageError(
-                "cannot update",
-                found="LBFGS, which computes losses again while it steps",
-                needed="an optimizer that steps by the gradients that are there",
-                fix="Use another one, such as AdamW",
-            )
+        self._refuse_unusable(optimizers, schedulers)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._refuse_unreduced([parameter for group in groups for parameter in group["params"]])
         self._state = "updated"
@@ -351,15 +342,29 @@ class Step:
             self._skipped = mean > self._policy.skip_loss_above
         return not self._skipped
 
-    def _refuse_untracked(self, things: Sequence[object]) -> None:
-        """A resume would go on with another state of them."""
-        untracked = [type(thing).__name__ for thing in things if id(thing) not in self._tracked]
+    def _refuse_unusable(self, optimizers: Sequence[object], schedulers: object) -> None:
+        """What `update` cannot step, or a resume would go on with another state of."""
+
+        def refuse(found: str, needed: str, fix: str) -> NoReturn:
+            raise UsageError("cannot update", found=found, needed=needed, fix=fix)
+
+        if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            refuse(kinds or "no optimizer", "optimizers", "Write step.update(optimizer)")
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            found = "LBFGS, which computes losses again while it steps"
+            refuse(found, "an optimizer that steps by the gradients that are there", "Use another one, such as AdamW")
+        if not isinstance(schedulers, Sequence) or not all(isinstance(one, LRScheduler) for one in schedulers):
+            refuse(f"schedulers={type(schedulers).__name__}", "a list", "Write schedulers=[scheduler]")
+        if any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
+            fix = "Call scheduler.step(run.evaluate(...)['loss']) in the loop over run.steps instead"
+            refuse("ReduceLROnPlateau, which needs a metric", "schedulers that follow the step", fix)
+        untracked = [type(thing).__name__ for thing in (*optimizers, *schedulers) if id(thing) not in self._tracked]
         if untracked:
-            raise UsageError(
-                "cannot update",
-                found=f"a {untracked[0]} that is not tracked",
-                needed="all that a step changes tracked, so that it is saved and restored",
-                fix="Write run.track(model=model, optimizer=optimizer), and schedulers likewise, before the first step",
+            refuse(
+                f"a {untracked[0]} that is not tracked",
+                "all that a step changes tracked, so that it is saved and restored",
+                "Write run.track(model=model, optimizer=optimizer), and schedulers likewise, before the first step",
             )
 
     def _refuse_unreduced(self, parameters: Sequence[Tensor]) -> None:

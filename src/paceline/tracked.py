@@ -67,8 +67,14 @@ class Tracked:
         modules = self.modules.values()
         return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
 
-    def check_trainable(self, micro_batch: int) -> None:
-        """Raises `UsageError`: nothing to train, or statistics over micro-batches of a single sample."""
+    def begin_steps(self, micro_batch: int) -> None:
+        """Forgets gradients of steps before: those of parameters that were frozen since would be applied for ever.
+
+        Raises:
+            UsageError: nothing to train, or statistics over micro-batches of a single sample.
+        """
+        for module in self.modules.values():
+            module.zero_grad(set_to_none=True)
         if not self.parameters():
             raise UsageError(
                 "cannot run the steps",

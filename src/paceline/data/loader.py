@@ -64,6 +64,14 @@ def sample_count(dataset: Dataset[Any]) -> int:
     Raises:
         UsageError: its samples have no numbers.
     """
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "cannot deal the samples",
+            found="a DataLoader",
+            needed="the dataset itself: Paceline shuffles, batches and deals it",
+            fix="Pass loader.dataset, and if you have one, collate=collate_fn; loader processes are "
+            "Execution(loader_workers=...)",
+        )
     if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
         raise UsageError(
             "cannot deal the samples",
