@@ -37,24 +37,25 @@ MAY_IMPORT = {
     "launcher": "errors env supervisor worker",
     "team": "errors env determinism",
     "optim": "errors config",
-    "models": "errors config",
-    "data": "errors config lanes determinism",
+    "models": "errors",
+    "data": "errors config determinism",
     "reduction": "errors lanes determinism team",
-    "memory": "errors config",
+    "memory": "",
     "metrics": "errors reduction",
     "checkpoint": "errors config",
-    "progress": "errors events",
-    "tasks": "errors config models data metrics optim",
+    "progress": "events",
+    "tasks": "errors models data metrics",
     "parsing": "errors config values tasks",
+    "member": "errors callsite team",
     "agreement": "errors config determinism team",
     "saving": "errors config events run_dir team checkpoint",
-    "step": "errors config lanes determinism team reduction data optim",
+    "step": "errors determinism team reduction data",
     "tracked": "errors determinism team checkpoint",
-    "run": "errors config env lanes events callsite determinism worker team agreement data metrics reduction "
-    "checkpoint saving step tracked",
+    "run": "errors config env lanes events callsite determinism worker team member agreement data metrics "
+    "reduction checkpoint saving step tracked",
     "train": "errors config determinism events run_dir parsing optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
-    "verify": "errors config env events run_dir parsing supervisor checkpoint",
+    "verify": "errors config env events run_dir parsing checkpoint",
     "cli": "*",
     "__main__": "cli",
     "__init__": "*",
@@ -71,6 +72,10 @@ ONLY_IN = {
         "determinism"
     },
     r"torch\.use_deterministic_algorithms|torch\.backends\..*|torch\._dynamo\.config\..*": {"determinism"},
+    r"torch\.set_deterministic_debug_mode|torch\._inductor\.config\..*|torch\.utils\.deterministic\..*": {
+        "determinism"
+    },
+    r"sys\.excepthook": {"worker"},
     # Only between processes of one run or command, as they speak: no checkpoint, no data is ever unpickled.
     r"(pickle|cPickle|marshal|shelve|dill|cloudpickle|joblib)(\..*)?": {
         "data/encoding.py",

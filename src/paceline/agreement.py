@@ -1,8 +1,7 @@
-"""What all workers must have in common, compared before a difference can do harm. Collective unless said."""
+"""What all workers must have in common, compared before a difference can do harm."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,50 +12,46 @@ from paceline.determinism import combined, tensor_digest
 from paceline.errors import CheckpointError, ConfigError, UsageError
 from paceline.team import Team
 
-__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe", "whole_number"]
-
-
-def whole_number(value: object) -> int:
-    """What can be added over workers to the same sum whoever adds: an integer of whatever kind. Not collective.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(
-            "cannot add up over workers",
-            found=f"{value!r} ({type(value).__name__})",
-            needed="an integer: a sum of floats would depend on the number of workers",
-            fix="Count in integers, or return (sum, weight) from the function of run.evaluate: it adds up by lane",
-        ) from None
+__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe", "check_samples"]
 
 
 def check_recipe(team: Team, recipe: Recipe) -> None:
-    """Workers with other recipes would wait for each other in the wrong places.
+    """Workers with other recipes would wait for each other in the wrong places. Collective.
 
     Raises:
         ConfigError: names the first field that differs.
     """
-    everyone = [Identity.of(theirs) for theirs in team.gather(as_dict(recipe), "paceline.Run")]
-    for rank, theirs in enumerate(everyone):
-        for name in sorted(theirs.fields):
-            if theirs.fields[name] != everyone[0].fields.get(name):
+    first, *others = [Identity.of(theirs) for theirs in team.gather(as_dict(recipe), "paceline.Run")]
+    for rank, theirs in enumerate(others, start=1):
+        for name in sorted({*first.fields, *theirs.fields}):
+            if first.fields.get(name) != theirs.fields.get(name):
                 raise ConfigError(
                     "cannot start the run",
-                    found=f"{name}={everyone[0].fields.get(name)} on worker 0, {theirs.fields[name]} on worker {rank}",
+                    found=f"{name}={first.fields.get(name)} on worker 0, {theirs.fields.get(name)} on worker {rank}",
                     needed="one recipe on all workers",
                     fix="Make the recipe without looking at the rank, the clock or the machine",
                 )
 
 
-def check_data(team: Team, data: Mapping[str, Any], saved: Mapping[str, Any] | None, call: str) -> None:
-    """The same samples on every worker, and after a resume, as far as their number and a few of them tell.
+def check_samples(samples: Sequence[int]) -> None:
+    """Raises `UsageError` when the workers' datasets to evaluate have unlike lengths, which are given in rank order."""
+    others = [rank for rank, theirs in enumerate(samples) if theirs != samples[0]]
+    if others:
+        raise UsageError(
+            "the workers' datasets differ",
+            found=f"{samples[0]} samples on worker 0, {samples[others[0]]} on worker {others[0]}",
+            needed="the same dataset on every worker: Paceline deals the samples",
+            fix="Give run.evaluate the whole dataset on every worker, not a part by rank",
+        )
+
+
+def check_data(team: Team, data: Mapping[str, Any], before: Mapping[str, Any] | None, whose: str, call: str) -> None:
+    """The same samples on every worker, and as before, as far as their number and a few of them tell. Collective.
 
     Args:
         data: ``samples`` and ``content``, a digest of a few of them.
-        saved: the same of the checkpoint that the run goes on from.
+        before: the same of what the run has trained on so far.
+        whose: that is, in words: the checkpoint's, or that of the steps before.
 
     Raises:
         UsageError: another dataset on another worker.
@@ -73,11 +68,11 @@ def check_data(team: Team, data: Mapping[str, Any], saved: Mapping[str, Any] | N
                 fix="Give run.steps the whole dataset, not a part by rank; if it is made of random numbers, seed them "
                 "first; and draw those of a sample from torch, numpy.random or random, which are seeded for each",
             )
-        if saved is not None and saved[name] != data[name]:
+        if before is not None and before[name] != data[name]:
             raise CheckpointError(
-                "cannot resume",
+                "cannot go on with the run",
                 found=f"another dataset, {what}: {data[name]}",
-                needed=f"{saved[name]}, as the checkpoint's",
+                needed=f"{before[name]}, {whose}",
                 fix="Train on the same data, or start another run from these weights with recipe.init_from",
                 cause="usage",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import traceback
@@ -10,8 +11,8 @@ from types import FrameType
 
 __all__ = ["calling", "raised_at"]
 
-_OWN = str(Path(__file__).parent)
-_LIBRARIES = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN = str(Path(__file__).parent) + os.sep
+_LIBRARIES = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def calling(what: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from paceline.errors import ConfigError
 
-__all__ = ["check_batch", "lanes_of"]
+__all__ = ["check_batch", "lanes_of", "most_lanes"]
 
 
 def lanes_of(rank: int, world_size: int, lanes: int) -> range:
@@ -29,6 +29,11 @@ def lanes_of(rank: int, world_size: int, lanes: int) -> range:
     if not 0 <= rank < world_size:
         raise ConfigError("cannot deal lanes", found=f"rank={rank}", needed=f"0 <= rank < {world_size}")
     return range(rank * lanes // world_size, (rank + 1) * lanes // world_size)
+
+
+def most_lanes(world_size: int, lanes: int) -> int:
+    """How many the worker with the most drives."""
+    return -(-lanes // world_size)
 
 
 def check_batch(batch: int, micro_batch: int, lanes: int) -> None:

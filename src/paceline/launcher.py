@@ -57,7 +57,9 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> list
     if workers is None:
         workers = default_workers()
     if not isinstance(workers, int) or workers < 1:
-        raise UsageError("cannot launch workers", found=f"workers={workers!r}", needed="a whole number >= 1")
+        raise UsageError(
+            "cannot launch workers", found=f"workers={workers!r}", needed="a whole number >= 1", fix="Write workers=2"
+        )
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
         folder = Path(name)
         file = folder / "function"
@@ -89,5 +91,7 @@ def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _unpacked(file: Path) -> Any:
     import cloudpickle
 
+    if not file.exists():
+        raise WorkerError(f"worker {file.name.rpartition('-')[2]} ended without returning: sys.exit in the function?")
     with file.open("rb") as stream:
         return cloudpickle.load(stream)

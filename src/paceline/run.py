@@ -11,7 +11,6 @@ Calls marked *collective* must be made by every worker, in the same order.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -23,23 +22,24 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
-from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe, whole_number
+from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe, check_samples
 from paceline.callsite import calling
 from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
-from paceline.data.loader import Loader, content_digest, sample_count
+from paceline.data.loader import Loader, sample_count
 from paceline.data.order import Plan
-from paceline.determinism import autocast, configure_process, resolve_device, seed_by
-from paceline.errors import ConfigError, UsageError
+from paceline.determinism import autocast, configure_process, content_digest, resolve_device, seed_by
+from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.events import EventLog, Sink
-from paceline.lanes import lanes_of
+from paceline.lanes import lanes_of, most_lanes
+from paceline.member import Member
 from paceline.metrics import Metric
-from paceline.metrics.lanes import LaneMetrics, add, computed
+from paceline.metrics.over_lanes import LaneMetrics, add, computed
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
 from paceline.saving import Saves, checked_resume, claim
 from paceline.step import Done, Policy, Signals, Step
-from paceline.team import SoloTeam, Team, TorchTeam
+from paceline.team import SoloTeam, TorchTeam
 from paceline.tracked import Tracked
 from paceline.worker import at_exit, tell_uncaught_errors
 
@@ -50,7 +50,7 @@ TrainStep = Callable[[Step], None]
 Collate = Callable[[list[Any]], Any]
 
 
-class Run:
+class Run(Member):
     """One training run, seen from one of its workers. Joining the team is collective.
 
     The same script works alone, in a notebook, under `paceline launch`, in `paceline.launch` and under torchrun: the
@@ -70,6 +70,8 @@ class Run:
 
     Attributes:
         recipe: with ``device`` resolved.
+        execution: as given, or the default.
+        run_dir: where the run lives, or ``None``.
         device: this worker's.
         position: finished steps.
         saved: directory of the newest checkpoint that was waited for, as the one at the end of `steps`.
@@ -80,6 +82,7 @@ class Run:
         ConfigError: more workers than lanes, another number of workers than ``execution.workers`` says, or another
             recipe on another worker.
         TeamError: the others cannot be reached within ``execution.timeout_s``.
+        UsageError: a run of this process has not been closed.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Run:
         about: Mapping[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        tell_uncaught_errors(alone=True)
         self.execution = execution or Execution()
         here = env.read()
         world_size = here.world_size if here else 1
@@ -101,22 +105,26 @@ class Run:
                 needed="the same number",
                 fix=f"Start it with `paceline launch -n {self.execution.workers}`, or leave out workers",
             )
-        mine = lanes_of(0, world_size, recipe.lanes)
+        lanes_of(0, world_size, recipe.lanes)
         self.device = resolve_device(recipe.device, here.local_rank if here else 0)
         self.recipe = dataclasses.replace(recipe, device="cuda" if self.device.type == "cuda" else "cpu")
         configure_process(threads=recipe.threads, device=self.device)
-        self.team: Team = (
+        resume = checked_resume(resume, self.execution) or ("auto" if env.restarts() else "never")
+        super().__init__(
             SoloTeam(self.device, recipe.threads)
             if here is None or world_size == 1
             else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s)
         )
-        tell_uncaught_errors(alone=world_size == 1)
-        check_recipe(self.team, self.recipe)
-        self.team.room = 2 * (len(mine) + 1)  # a loss and a weight for each lane of the worker that has the most
-        resume = checked_resume(resume, self.execution) or ("auto" if env.restarts() else "never")
+        tell_uncaught_errors(alone=world_size == 1)  # torch.distributed has put its own way in the place of ours
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
-        if self.run_dir is not None:
-            claim(self.run_dir, resume, self.team)
+        try:
+            check_recipe(self.team, self.recipe)
+            self.team.room = 2 * most_lanes(world_size, recipe.lanes)  # a loss and a weight for each
+            if self.run_dir is not None:
+                claim(self.run_dir, resume, self.team)
+        except PacelineError:
+            self.team.close()
+            raise
         self.events = EventLog(
             self.run_dir / "events.jsonl" if self.run_dir and self.is_main else None, sinks if self.is_main else ()
         )
@@ -128,57 +136,11 @@ class Run:
         self._stop_requested = 0
         self._metrics: dict[str, float] = {}
         self._data: dict[str, Any] | None = None
+        self._data_of = "that of the steps before"
         self._saves = Saves(self.run_dir, self.execution, self.team, self.events) if self.run_dir else None
         self._closed = False
         self._forget_exit = at_exit(self.close)
         seed_by(recipe.seed, "model")
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self.team.rank
-
-    @property
-    def world_size(self) -> int:
-        """Workers of the team."""
-        return self.team.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's number on its machine."""
-        return self.team.local_rank
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is worker 0, the one that writes. Never decide about training with it."""
-        return self.team.rank == 0
-
-    def print(self, *values: object) -> None:
-        """`print`, once for the team."""
-        if self.is_main:
-            print(*values, flush=True)
-
-    def gather(self, value: T) -> list[T]:
-        """``value`` of every worker, in the order of their ranks: anything that can be pickled. Collective."""
-        return self.team.gather(value, calling("run.gather"))
-
-    def barrier(self) -> None:
-        """Returns when every worker has called it. Collective."""
-        self.team.barrier(calling("run.barrier"))
-
-    def sum(self, value: int) -> int:
-        """The sum of an integer over all workers, exact. Collective.
-
-        Raises:
-            UsageError: a float. Its sum would depend on the workers; `evaluate` and the steps add up floats by lane.
-        """
-        number = whole_number(value)
-        return sum(self.team.gather(number, calling("run.sum")))
-
-    def max(self, value: float) -> float:
-        """The largest of all workers' numbers; NaN if one is NaN. Collective."""
-        numbers = self.team.gather(value, calling("run.max"))
-        return math.nan if any(number != number for number in numbers) else max(numbers)
 
     def track(self, **objects: Any) -> None:
         """Names what a step changes: modules, optimizers, schedulers, anything with ``state_dict`` and
@@ -226,7 +188,7 @@ class Run:
         """Runs ``train_step`` once for each step that is left, and yields what came of it. Collective.
 
         In the loop's body the step has happened, on every worker. After the body a checkpoint is due when
-        ``execution.checkpoint_every`` says so, and always after the last step.
+        ``execution.checkpoint_every`` says so, and always after the last step; a loop left by ``break`` saves nothing.
 
         With several train steps, as for a GAN, each step of the run has as many *phases*: each is a transaction of its
         own over the same samples, one after the other, and what is yielded is a `Done` for each.
@@ -274,15 +236,16 @@ class Run:
         )
         buffers = LaneBuffers(self._tracked.modules)
         policy = Policy(on_nonfinite=self.recipe.on_nonfinite, skip_loss_above=self.recipe.skip_loss_above)
-        steps = range(self.position, last)
+        at, steps = self.position, range(self.position, last)
         batches = self._loader(dataset, collate).train(plan, reducer.lanes, steps, phases=len(train_steps), probe=True)
         try:
             check_exchange(self.team, reducer.layout, call)
             data = {"samples": plan.samples, "content": content_digest(next(batches))}
-            check_data(self.team, data, self._data, call)
-            self._data = data
+            check_data(self.team, data, self._data, self._data_of, call)
+            self._data, self._data_of = data, "that of the steps before"
             while self.position < last and self.stopped is None:
-                phases = []
+                self._expect_position(at)
+                phases: list[Done] = []
                 for phase, train_step in enumerate(train_steps):
                     step = Step(
                         number=self.position,
@@ -299,13 +262,14 @@ class Run:
                         tracked=self._tracked.ids,
                     )
                     phases.append(step.run(train_step))
-                self.position = phases[-1].step
+                self.position = at = phases[-1].step
                 self._metrics = {}
                 if self._saves and any(done.save_failed for done in phases):
                     self._saves.raise_failure()
-                for done in phases:
+                for phase, done in enumerate(phases):
                     if done.skipped:
-                        self.events.emit("skipped", step=done.step, loss=done.loss, grad_norm=done.grad_norm)
+                        told = {"phase": phase, "loss": done.loss, "grad_norm": done.grad_norm}
+                        self.events.emit("skipped", step=done.step, **told)
                 self._log_digest(phases)
                 yield tuple(phases)
                 self.stopped = max(done.stop for done in phases) or None
@@ -316,6 +280,16 @@ class Run:
         finally:
             reducer.close()
             batches.close()
+
+    def _expect_position(self, at: int) -> None:
+        """That this loop over `steps` has taken the last step: its loader goes on from there."""
+        if self.position != at:
+            raise UsageError(
+                "cannot go on with this loop over run.steps",
+                found=f"step {self.position} taken by another one since step {at}",
+                needed="one loop at a time",
+                fix="Leave the first loop by break before the next begins",
+            )
 
     def evaluate(
         self,
@@ -340,20 +314,23 @@ class Run:
             UsageError: the global weight of a metric is 0, or ``metrics`` returns something else.
         """
         samples = sample_count(dataset)
-        call = calling(f"run.evaluate of {samples} samples")
+        call = calling("run.evaluate")
         self._begin(call)
         lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
         mine: LaneMetrics = {}
         try:
-            with torch.no_grad(), self._tracked.evaluating():
-                for lane, number, batch in self._loader(dataset, collate).evaluate(
-                    samples, self.recipe.micro_batch, lanes, self.recipe.lanes
-                ):
+            batches = self._loader(dataset, collate).evaluate(
+                samples, self.recipe.micro_batch, lanes, self.recipe.lanes
+            )
+            with torch.no_grad(), self._tracked.evaluating(), closing(batches):
+                for lane, number, batch in batches:
                     seed_by(self.recipe.seed, "evaluate", number)
                     add(mine, lane, metrics(batch))
         finally:
             seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
-        scores = computed(self.team.gather(mine, call), self.recipe.lanes)
+        everyone = self.team.gather((samples, mine), call)
+        check_samples([theirs for theirs, _ in everyone])
+        scores = computed([theirs for _, theirs in everyone], self.recipe.lanes)
         self.note_metrics(scores)
         return scores
 
@@ -396,21 +373,35 @@ class Run:
         return agreed_digest(self.team, self._tracked.tensors(), call)[0]
 
     def request_stop(self, exit_code: int) -> None:
-        """Asks the whole team to save and stop after the step at work. Safe in a signal handler; not collective."""
+        """Asks the whole team to save and stop after the step at work. Safe in a signal handler; not collective.
+
+        Raises:
+            UsageError: an exit code that is none, 1 to 255.
+        """
+        if not 1 <= exit_code <= 255:
+            raise UsageError(
+                "cannot stop the run",
+                found=f"exit_code={exit_code}",
+                needed="1 to 255",
+                fix="Use 75: preempted, resumable",
+            )
         self._stop_requested = max(self._stop_requested, exit_code)
 
     def close(self) -> None:
-        """Ends the run: leaves the team in order, lets a save in progress end. Collective; a script that ends normally
+        """Ends the run: lets a save in progress end, leaves the team in order. Collective; a script that ends normally
         does it by itself.
 
         Raises:
             UsageError: another worker is not at its end, but in a call.
+            CheckpointError: a checkpoint could not be written.
         """
         if self._closed:
             return
         with closing(self.team):
             try:
-                self.team.barrier(calling("the end of the run"))
+                failed = self._saves is not None and self._saves.finished()
+                if any(self.team.gather(failed, calling("the end of the run"))) and self._saves is not None:
+                    self._saves.raise_failure()
             finally:
                 self._close_files()
 
@@ -418,7 +409,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        if kind is None:
+        if kind is None or issubclass(kind, SystemExit):
             self.close()
             return
         self._close_files()
@@ -464,8 +455,8 @@ class Run:
         if loaded is None:
             return False
         self._tracked.load(loaded.states)
-        self.position = loaded.step
-        self._data = loaded.position["data"]
+        self.position, self.saved = loaded.step, loaded.path
+        self._data, self._data_of = loaded.position["data"], "the checkpoint's"
         self._metrics = dict(loaded.metrics)
         return True
 

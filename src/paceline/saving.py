@@ -53,7 +53,6 @@ def claim(run_dir: Path, resume: Resume, team: Team) -> None:
         except ConfigError as error:
             refusal = error
     if any(team.gather(refusal is not None, "paceline.Run")):
-        team.close()
         raise refusal or TeamError("worker 0 refused the run directory", fix="See its error")
 
 
@@ -133,9 +132,19 @@ class Saves:
                 self._note_failure(outcome)
         return self._failure is not None
 
+    def finished(self) -> bool:
+        """`failed`, once the save in progress has ended."""
+        if self._writer is not None:
+            try:
+                self._writer.wait()
+            except CheckpointError as error:
+                self._note_failure(error)
+        return self.failed()
+
     def raise_failure(self) -> None:
         """The writer's own error on the worker that writes; the others only know that there was one."""
-        raise self._failure or TeamError("worker 0 could not save a checkpoint", fix="See its error")
+        failure, self._failure = self._failure, None
+        raise failure or TeamError("worker 0 could not save a checkpoint", fix="See its error")
 
     def close(self) -> None:
         """Lets the save in progress end."""

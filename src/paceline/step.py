@@ -50,8 +50,8 @@ class Done:
         step: finished steps, this one included.
         epoch: the pass over the data it belongs to, from 0.
         ends_epoch: it is the last one of that pass.
-        loss: sum of losses over sum of weights; NaN when a lane's loss is not finite.
-        grad_norm: global norm before clipping; ``None`` when no update asked for it.
+        loss: sum of losses over sum of weights; not finite when a lane's loss is not.
+        grad_norm: global norm before clipping.
         lr: learning rate of the first parameter group.
         skipped: the update was left out, on every worker.
         samples: of all lanes.
@@ -65,8 +65,8 @@ class Done:
     epoch: int
     ends_epoch: bool
     loss: float
-    grad_norm: float | None
-    lr: float | None
+    grad_norm: float
+    lr: float
     skipped: bool
     samples: int
     weight: float
@@ -79,8 +79,9 @@ class Step:
     """Given to a train step function, which iterates over it, calls `backward` per micro-batch, then `update`.
 
     ``for batch in step`` gives this worker's micro-batches, lane by lane; in the loop's body torch, numpy and `random`
-    are seeded from (seed, step, phase, lane, micro-batch), so dropout does not depend on who drives the lane. After the
-    loop they are seeded from (seed, step, phase), so noise added to the gradients is the same on every worker.
+    are seeded from (seed, step, phase, lane, micro-batch), so dropout does not depend on who drives the lane. Before
+    and after the loop they are seeded from (seed, step, phase): a mixing factor drawn before it, or noise added to the
+    gradients behind it, is the same on every worker.
 
     Attributes:
         number: finished steps before this one; 0 in the first step. What a schedule is a function of.
@@ -107,12 +108,12 @@ class Step:
         self._ahead: deque[Any] = deque()
         self._plan, self._batches, self._reducer, self._buffers = plan, batches, reducer, buffers
         self._team, self._policy, self._signals = team, policy, signals
-        self._state: Literal["new", "batch", "between", "reduced", "updated"] = "new"
+        self._state: Literal["new", "batch", "failed", "between", "reduced", "updated"] = "new"
         self._row, self._last = 0, False
         self._table: list[list[float]] = []
         self._stop, self._save_failed = 0, False
-        self._grad_norm: float | None = None
-        self._lr: float | None = None
+        self._grad_norm = 0.0
+        self._lr = 0.0
         self._skipped = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -180,7 +181,12 @@ class Step:
             for theirs in self._team.gather(mine, f"step.total of {self._name}")
             for lane, value in theirs.items()
         }
+        self._seed()  # loading in this process draws random numbers
         return total([of_lanes[lane] for lane in range(self._plan.lanes)])
+
+    def _seed(self) -> None:
+        """For what draws before the loop over the step."""
+        seed_by(self._plan.seed, "step", self.number, self.phase)
 
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
         """Adds one micro-batch to the step. Not collective; the team exchanges gradients during a worker's last one.
@@ -200,8 +206,10 @@ class Step:
             "Add up the losses of a micro-batch, and call it once in each turn of `for batch in step`",
         )
         _check_loss(loss)
+        counted = _checked_weight(weight)
+        self._state = "failed"  # until it has gone well: what is counted by halves is never used
         self._reducer.table[self._row, LOSS] += loss.detach()
-        self._reducer.table[self._row, WEIGHT] += _checked_weight(weight)
+        self._reducer.table[self._row, WEIGHT] += counted
         with self._reducer.backward(last=self._last):
             loss.backward()
         self._state = "between"
@@ -262,12 +270,15 @@ class Step:
         Raises:
             UsageError: ``train_step`` returned without having looped over the step and called `update`.
         """
+        self._seed()
         try:
             train_step(self)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):  # torch's batch norm
+        except BaseException as error:
+            if self._state not in ("new", "updated"):
+                self._buffers.restore()  # a lane may have left its own
+            if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
                 raise
-            raise UsageError(
+            raise UsageError(  # torch's batch norm
                 f"cannot normalise a micro-batch of {self._name}",
                 found="BatchNorm over a single value per channel",
                 needed="more samples in each micro-batch, the last of an epoch too",
@@ -327,7 +338,7 @@ class Step:
         """Whether to update, from reduced values only, so that every worker decides alike."""
         losses = [row[LOSS] for row in self._table]
         bad_lanes = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad_lanes or not math.isfinite(self._grad_norm or 0.0):
+        if bad_lanes or not math.isfinite(self._grad_norm):
             if self._policy.on_nonfinite == "raise":
                 raise NonFiniteError(
                     f"{self._name} is not finite",
@@ -382,10 +393,11 @@ class Step:
     def _expect(self, state: str, what: str, needed: str, fix: str) -> None:
         if self._state == state:
             return
-        in_the_loop = ("batch", "between")
+        in_the_loop = ("batch", "failed", "between")
         happened = {
             "new": "nothing was done with the step yet",
             "batch": "a micro-batch without step.backward",
+            "failed": "a step.backward that has failed",
             "between": "step.backward was called already",
             "reduced": "the loop over the step has ended, without step.update",
             "updated": "step.update was called already",

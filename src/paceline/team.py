@@ -6,7 +6,13 @@ tests. Pass the team in; nobody looks it up.
 [Note: one thread issues all collectives] Two threads that issue collectives on one group pair up with the wrong ones of
 the other workers: silent wrong sums. So every team has one communication thread. `Team.submit` hands it a job, jobs run
 in order, and every worker must submit the same jobs in the same order. The methods marked *in a job* may be called only
-there; `gather` and `barrier` are whole jobs, for any other thread, and wait.
+there; `gather` and `barrier` are whole jobs, for any other thread, and wait. After a job has failed the team is broken:
+jobs behind it would meet the wrong ones of the others, so they fail with the same error.
+
+[Note: every call opens with its name] A collective under ``if run.is_main``, or a loop that one worker has left, pairs
+one call with another: a hang, or silently wrong values. So each call of a run, a step or a gather, opens with one small
+collective of one size (`Team.open`) that carries the call's name and place. The step's table of losses and the sizes of
+gathered values ride on it: it costs nothing that was not sent before. All workers see a difference, and all raise.
 """
 
 from __future__ import annotations
@@ -166,6 +172,8 @@ class Team(ABC):
         Raises:
             UsageError: on every worker, when some are about to do something else.
         """
+        if len(numbers) > self.room:
+            raise AssertionError(f"{len(numbers)} numbers in a room for {self.room}")
         row = torch.zeros(1 + self.room, dtype=torch.float64, device=self.device)
         row[0] = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little")  # exact as a float
         row[1 : 1 + len(numbers)] = numbers
@@ -179,14 +187,11 @@ class Team(ABC):
         texts = self.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)).cpu()
         calls = [bytes(row.tolist()).decode(errors="replace").strip() for row in texts]
         first = next(rank for rank, theirs in enumerate(calls) if theirs != calls[0])
-        fix = "Take calls of the run out of `if run.is_main`, and leave a loop over run.steps on all workers or none"
-        if calls[0].startswith("run.evaluate") and calls[0].split()[-1] == calls[first].split()[-1]:  # at one line
-            fix = "Give run.evaluate the whole dataset on every worker: Paceline deals the samples"
         raise UsageError(
             "the workers have parted",
             found=f"worker 0 in {calls[0]}, worker {first} in {calls[first]}",
             needed="the same calls on every worker, in the same order",
-            fix=fix,
+            fix="Take calls of the run out of `if run.is_main`, and leave a loop over run.steps on all workers or none",
         )
 
     def _gather_packed(self, packed: bytes, call: str) -> list[Any]:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.checkpoint import Store, compare_keys
-from paceline.determinism import aligned, compile_with_static_shapes, flatten_state, tensor_digest
+from paceline.determinism import aligned, compile_with_static_shapes, content_digest, flatten_state, tensor_digest
 from paceline.errors import CheckpointError, UsageError
 from paceline.team import Team
 
@@ -151,7 +151,7 @@ class Tracked:
             if any(theirs != digests[0] for theirs in digests):
                 team.broadcast(list(state.values()))
         for name in sorted(self._objects.keys() - self.modules.keys()):
-            states = team.gather(_fingerprint(self._objects[name].state_dict()), call)
+            states = team.gather(content_digest(self._objects[name].state_dict()), call)
             others = [rank for rank, theirs in enumerate(states) if theirs != states[0]]
             if others:
                 raise UsageError(
@@ -204,17 +204,6 @@ class Tracked:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:
     return {key: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for key, value in state.items()}
-
-
-def _fingerprint(state: Any) -> str:
-    """Equal for equal states: tensors by digest, all else as it prints."""
-    if isinstance(state, Tensor):
-        return tensor_digest("", state)
-    if isinstance(state, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_fingerprint(value)}' for key, value in state.items())}}}"
-    if isinstance(state, list | tuple):
-        return f"[{', '.join(map(_fingerprint, state))}]"
-    return repr(state)
 
 
 def _check_architecture(name: str, shapes: list[dict[str, str]]) -> None:

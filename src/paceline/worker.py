@@ -86,7 +86,8 @@ def tell_uncaught_errors(*, alone: bool) -> None:
     For scripts under another launcher or none: a worker that waited in its destructors would leave the others waiting
     too. Does nothing where somebody else than torch.distributed has an eye on uncaught errors already.
     """
-    if sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
+    ours = ("paceline.", "torch.distributed")
+    if not (sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith(ours)):
         return
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -113,7 +114,7 @@ def at_exit(close: Callable[[], None]) -> Callable[[], None]:
     def handler() -> None:
         try:
             close()
-        except PacelineError as error:
+        except Exception as error:
             here = env.read()
             end(report(here.report_dir if here else None, here.rank if here else 0, error))
 

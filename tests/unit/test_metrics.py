@@ -36,7 +36,7 @@ from paceline.metrics import (
     top_k,
     variance,
 )
-from paceline.metrics.lanes import LaneMetrics, add, computed
+from paceline.metrics.over_lanes import LaneMetrics, add, computed
 from paceline.run import Run
 
 CLASSES = 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import content_digest
+from paceline.determinism import content_digest
 from paceline.errors import UsageError
 from paceline.team import Team, ThreadTeam
 

@@ -10,22 +10,21 @@ import atexit
 import copy
 import ctypes
 import signal
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.data.order import Plan
-from paceline.determinism import aligned, configure_thread, seed_by, tensor_digest
+from paceline.determinism import aligned, configure_thread, seed_by
 from paceline.errors import UsageError
 
-__all__ = ["Loader", "content_digest", "move", "sample_count"]
+__all__ = ["Loader", "move", "sample_count"]
 
 Index = tuple[int, int]
 """(epoch, sample): what the randomness of a sample is keyed by."""
@@ -150,6 +149,8 @@ class Loader:
             collate_fn=self._collate,
             worker_init_fn=_Start(self._threads),
             pin_memory=self._device.type == "cuda",
+            # Children of this very process, which die with it; a fork server's would not.
+            multiprocessing_context="fork",
         )
         batches = iter(loader)
         end: Callable[[], None] = batches._shutdown_workers  # type: ignore[attr-defined]
@@ -202,32 +203,10 @@ def move(batch: Any, device: torch.device) -> Any:
         for key, value in batch.items():
             like[key] = move(value, device)
         return like
+    if hasattr(batch, "to"):
+        return batch.to(device)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(move(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
-
-
-def content_digest(batch: Any) -> str:
-    """A digest of what a batch holds, 32 hexadecimal digits; objects of unknown classes count by their class alone."""
-    hasher = xxhash.xxh3_128()
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor | np.ndarray):
-            hasher.update(tensor_digest("", torch.as_tensor(value)).encode())
-        elif isinstance(value, Mapping):
-            for key, below in value.items():
-                hasher.update(repr(key).encode())
-                add(below)
-        elif isinstance(value, list | tuple):
-            hasher.update(b"[%d]" % len(value))
-            for below in value:
-                add(below)
-        elif value is None or isinstance(value, bool | int | float | str | bytes):
-            hasher.update(repr(value).encode())
-        else:
-            hasher.update(type(value).__qualname__.encode())
-
-    add(batch)
-    return hasher.hexdigest()
+    return batch

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Saved", "saved_bytes"]
+__all__ = ["SavedBytes", "saved_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedBytes:
     """What autograd kept for backward while a function ran.
 
     Args:
@@ -23,7 +23,7 @@ class Saved:
     packed: int
 
 
-def saved_bytes(fn: Callable[[], object]) -> Saved:
+def saved_bytes(fn: Callable[[], object]) -> SavedBytes:
     """Runs ``fn`` once and measures what autograd saves for backward meanwhile. Not collective.
 
     Give it the forward pass (``lambda: model(x)``); what it returns is dropped, and with it what was saved. Inside
@@ -43,4 +43,4 @@ def saved_bytes(fn: Callable[[], object]) -> Saved:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         fn()
-    return Saved(packed=packed)
+    return SavedBytes(packed=packed)

@@ -65,7 +65,7 @@ class LaneBuffers:
     def restore(self) -> None:
         """Puts back what the step started from: it does not count."""
         for name, buffer in self._current().items():
-            if not _same_bytes(buffer, self._start[name]):
+            if name in self._start and not _same_bytes(buffer, self._start[name]):
                 buffer.copy_(self._start[name])
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.lanes import lanes_of
+from paceline.lanes import lanes_of, most_lanes
 from paceline.reduction.buckets import LaneSums, assign
 from paceline.reduction.exchange import Exchange
 from paceline.reduction.tree import fold
@@ -62,8 +62,7 @@ class Reducer:
         self._sums = LaneSums(self._parameters, self._buckets, lanes)
         self._exchange = Exchange(team, lanes, gradients, compress)
         self._views: list[Tensor] = []
-        # Wide enough for the worker with the most lanes: every worker gathers the same shape.
-        rows = -(-lanes // team.world_size)
+        rows = most_lanes(team.world_size, lanes)  # every worker gathers the same shape
         self.table = torch.zeros(rows, 2, dtype=torch.float64, device=team.device)
         """This worker's lanes: summed loss and summed weight. The step fills it in."""
         self._call = ""
@@ -114,8 +113,10 @@ class Reducer:
             self._send_table()
             self._overlapping = True
         self._expecting = True
-        yield
-        self._expecting = False
+        try:
+            yield
+        finally:
+            self._expecting = False
 
     def finish(self) -> Tensor:
         """After the last backward: waits until every ``param.grad`` is the global sum divided by the global weight.
