@@ -33,9 +33,19 @@ class Tracked:
     def add(self, name: str, thing: Any) -> None:
         """Raises `UsageError`: the run has begun, the name is in use, or the object has no state."""
         if self.begun:
-            raise UsageError(f"cannot track {name}", found="a run that has begun", needed="track before the first step")
+            raise UsageError(
+                f"cannot track {name}",
+                found="a run that has begun",
+                needed="all that is tracked known before the first step, evaluation or save",
+                fix="Move run.track up",
+            )
         if name in self._objects:
-            raise UsageError(f"cannot track {name}", found="the name in use", needed="a name for each object")
+            raise UsageError(
+                f"cannot track {name}",
+                found="the name in use",
+                needed="a name for each object",
+                fix=f"Write run.track({name}_2=...)",
+            )
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
                 f"cannot track {name}",
