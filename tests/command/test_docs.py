@@ -422,7 +422,7 @@ PROVOKED: list[Callable[[], object]] = [
     in_two_workers(other_model),
     trains(model=lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), batch=4, micro_batch=1),
     trains(data=DataLoader(DATA)),
-    in_two_workers(lambda team: check_data(team, {"samples": team.rank}, None, "call")),
+    in_two_workers(lambda team: check_data(team, {"samples": team.rank}, None, "", "call")),
     trains(batch=100),
     lambda: lanes_of(0, 12, lanes=8),
     trains(steps=None),

@@ -312,7 +312,17 @@ def test_handlers_are_as_before(tmp_path: Path) -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)] == before
 
 
-def test_a_report_under_another_launcher_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_under_another_launcher_goes_to_standard_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
     assert report(None, 1, ConfigError("cannot start", fix="Write x")) == 2
     assert report(None, 1, ValueError("x")) == 1
     err = capsys.readouterr().err
