@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor
-
 from paceline.config import Identity, Recipe, as_dict
-from paceline.determinism import combined, tensor_digest
+from paceline.determinism import combined, content_digest, flatten_state, tensor_digest
 from paceline.errors import CheckpointError, ConfigError, UsageError
 from paceline.team import Team
 
-__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe", "check_samples"]
+__all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe", "check_samples", "one_content"]
 
 
 def check_recipe(team: Team, recipe: Recipe) -> None:
@@ -103,20 +101,38 @@ def _in_words(layout: Sequence[Sequence[int]]) -> str:
     return f"{len(sizes)} trainable parameters of {sum(sizes):,} numbers in {len(layout)} buckets"
 
 
-def agreed_digest(team: Team, tensors: Mapping[str, Tensor], call: str) -> tuple[str, dict[str, str]]:
-    """The digest of ``tensors``, the same on all workers, and each one's.
+def one_content(digests: Set[str]) -> str:
+    """The digest of the same samples, read several times.
 
     Raises:
-        UsageError: they differ.
+        UsageError: they were not the same each time.
     """
-    digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+    if len(digests) > 1:
+        raise UsageError(
+            "cannot deal the samples",
+            found="samples that differ when they are read again",
+            needed="a sample to be a function of its number and epoch: who reads it, and when, depends on the workers",
+            fix="Draw random numbers in the dataset from torch, numpy.random or random themselves, which are seeded "
+            "for each sample, not from a generator that it keeps; and keep no counters in it",
+        )
+    (digest,) = digests
+    return digest
+
+
+def agreed_digest(team: Team, states: Mapping[str, Any], call: str) -> tuple[str, dict[str, str]]:
+    """The digest of all tensors in ``states``, the same on all workers, and each one's. Collective.
+
+    Raises:
+        UsageError: they differ, or numbers and text in the states do.
+    """
+    digests = {name: tensor_digest(name, tensor) for name, tensor in flatten_state(states)}
     whole = combined(digests)
-    everyone = team.gather(whole, call)
+    everyone = team.gather((whole, content_digest(states, tensors=False)), call)
     if len(set(everyone)) > 1:
         raise UsageError(
             "the workers' states differ",
-            found=", ".join(f"worker {rank}: {value[:12]}" for rank, value in enumerate(everyone)),
-            needed="one digest",
+            found=", ".join(f"worker {rank}: {a[:8]} {b[:8]}" for rank, (a, b) in enumerate(everyone)),
+            needed="one digest of tensors, and one of all else",
             fix="State that a step changes must be tracked, and changed alike on every worker",
         )
     return whole, digests

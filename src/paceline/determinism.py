@@ -168,11 +168,11 @@ def combined(digests: Mapping[str, str]) -> str:
     return hasher.hexdigest()
 
 
-def content_digest(value: Any) -> str:
+def content_digest(value: Any, *, tensors: bool = True) -> str:
     """A digest of nested values, the same in every process that holds equal ones: 32 hexadecimal digits.
 
     Tensors and arrays count by their bytes, numbers and text as they are, sets whatever their order; what prints its
-    address, and any object of another kind, counts by its class alone.
+    address, and any object of another kind, counts by its class alone. Without ``tensors`` these do not count.
 
     >>> content_digest([torch.ones(2), {"a", "b"}]) == content_digest([torch.ones(2), {"b", "a"}])
     True
@@ -180,6 +180,8 @@ def content_digest(value: Any) -> str:
     hasher = xxhash.xxh3_128()
 
     def add(value: Any) -> None:
+        if isinstance(value, Tensor) and not tensors:
+            return
         if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
             hasher.update(tensor_digest("", value).encode())
         elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:

@@ -54,6 +54,10 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> list
             fix="Call paceline.launch in a plain script, or use paceline.Run here",
         )
     tell_uncaught_errors(alone=True)
+    if not callable(fn):
+        raise UsageError(
+            "cannot launch workers", found=f"{fn!r}", needed="a function", fix="Write paceline.launch(train, workers=2)"
+        )
     if workers is None:
         workers = default_workers()
     if not isinstance(workers, int) or workers < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TypeVar
+from typing import SupportsFloat, TypeVar
 
 from paceline.callsite import calling
 from paceline.errors import UsageError
@@ -65,6 +65,13 @@ class Member:
 
     def max(self, value: float) -> float:
         """The largest of all workers' numbers; NaN if one is NaN. Collective."""
+        if isinstance(value, str) or not isinstance(value, SupportsFloat):
+            raise UsageError(
+                "cannot compare over workers",
+                found=f"{value!r} ({type(value).__name__})",
+                needed="a number",
+                fix="Use run.gather for other values",
+            )
         numbers = self.team.gather(value, calling("run.max"))
         return math.nan if any(number != number for number in numbers) else max(numbers)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
-from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe, check_samples
+from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe, check_samples, one_content
 from paceline.callsite import calling
 from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
@@ -134,6 +134,7 @@ class Run(Member):
         self._resume, self._about = resume, dict(about or {})
         self._tracked = Tracked()
         self._stop_requested = 0
+        self._step: Step | None = None
         self._metrics: dict[str, float] = {}
         self._data: dict[str, Any] | None = None
         self._data_of = "that of the steps before"
@@ -237,10 +238,16 @@ class Run(Member):
         buffers = LaneBuffers(self._tracked.modules)
         policy = Policy(on_nonfinite=self.recipe.on_nonfinite, skip_loss_above=self.recipe.skip_loss_above)
         at, steps = self.position, range(self.position, last)
-        batches = self._loader(dataset, collate).train(plan, reducer.lanes, steps, phases=len(train_steps), probe=True)
-        try:
+        loader = self._loader(dataset, collate)
+        batches = loader.train(plan, reducer.lanes, steps, phases=len(train_steps), probe=True)
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_step", None)
+            stack.callback(reducer.close)
+            stack.enter_context(closing(batches))
+            stack.enter_context(self._tracked.optimizers_held(lambda: self._step is not None and self._step.updating))
             check_exchange(self.team, reducer.layout, call)
-            data = {"samples": plan.samples, "content": content_digest(next(batches))}
+            probes = {content_digest(next(batches)) for _ in range(loader.probes)}
+            data = {"samples": plan.samples, "content": one_content(probes)}
             check_data(self.team, data, self._data, self._data_of, call)
             self._data, self._data_of = data, "that of the steps before"
             while self.position < last and self.stopped is None:
@@ -261,7 +268,9 @@ class Run(Member):
                         ),
                         tracked=self._tracked.ids,
                     )
+                    self._step = step
                     phases.append(step.run(train_step))
+                    self._step = None
                 self.position = at = phases[-1].step
                 self._metrics = {}
                 if self._saves and any(done.save_failed for done in phases):
@@ -277,9 +286,6 @@ class Run(Member):
                     self.save()
                 elif self.execution.checkpoint_every and self.position % self.execution.checkpoint_every == 0:
                     self.save(wait=not self.execution.async_checkpoint)
-        finally:
-            reducer.close()
-            batches.close()
 
     def _expect_position(self, at: int) -> None:
         """That this loop over `steps` has taken the last step: its loader goes on from there."""
@@ -370,7 +376,7 @@ class Run(Member):
         """
         call = calling("run.digest")
         self._begin(call)
-        return agreed_digest(self.team, self._tracked.tensors(), call)[0]
+        return agreed_digest(self.team, self._tracked.states(), call)[0]
 
     def request_stop(self, exit_code: int) -> None:
         """Asks the whole team to save and stop after the step at work. Safe in a signal handler; not collective.
@@ -413,8 +419,7 @@ class Run(Member):
             self.close()
             return
         self._close_files()
-        if self.world_size == 1:  # else it would wait for workers that may be waiting for this one: they see it end
-            self.team.close()
+        self.team.leave()
 
     def _close_files(self) -> None:
         self._closed = True
@@ -432,11 +437,20 @@ class Run(Member):
 
     def _begin(self, call: str) -> None:
         """Once, before anything else happens: equal states everywhere, then those of the checkpoint to resume from."""
+        if self._step is not None:
+            raise UsageError(
+                f"cannot call {call} here",
+                found="a step that has not ended",
+                needed="it in the body of the loop over run.steps, where the step has happened",
+                fix="Move it out of the train step",
+            )
         if self._tracked.begun:
             return
         self._tracked.begin(self.team, call)
         if not self._restore(call) and self.recipe.init_from is not None:
             self._tracked.load_weights(Path(self.recipe.init_from))
+        if self._saves is not None:
+            self._tracked.check_savable()  # now, rather than at the first save
         workers = self.team.gather(os.getpid(), call)
         self.events.emit(
             "start",
@@ -480,6 +494,6 @@ class Run(Member):
         step, every = phases[-1].step, self.execution.digest_every
         if every is None or step % every:
             return
-        whole, tensors = agreed_digest(self.team, self._tracked.tensors(), f"the digest of step {step}")
+        whole, tensors = agreed_digest(self.team, self._tracked.states(), f"the digest of step {step}")
         lanes = [loss.hex() for done in phases for loss in done.lane_losses]
         self.events.emit("digest", step=step, digest=whole, lanes=lanes, tensors=tensors)

@@ -86,6 +86,7 @@ class Step:
     Attributes:
         number: finished steps before this one; 0 in the first step. What a schedule is a function of.
         phase: which of the train steps given to ``run.steps`` this is, from 0.
+        updating: optimizers are being stepped, which nobody else may do.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Step:
         signals: Signals,
         tracked: Container[int],
     ) -> None:
-        self.number, self.phase = number, phase
+        self.number, self.phase, self.updating = number, phase, False
         self._name = f"step {number + 1}" + (f", phase {phase + 1}" if phase else "")
         self._tracked = tracked
         self._ahead: deque[Any] = deque()
@@ -114,7 +115,7 @@ class Step:
         self._stop, self._save_failed = 0, False
         self._grad_norm = 0.0
         self._lr = 0.0
-        self._skipped = False
+        self._skipped, self._used = False, False
 
     def __iter__(self) -> Iterator[Any]:
         self._expect(
@@ -135,7 +136,9 @@ class Step:
                 self._row = row
                 self._last = lane == self._reducer.lanes[-1] and micro == micro_batches - 1
                 self._state = "batch"
+                self._team.within = self._name
                 yield batch
+                self._team.within = None
                 self._expect(
                     "between",
                     "go on to the next micro-batch",
@@ -246,6 +249,7 @@ class Step:
         self._refuse_unusable(optimizers, schedulers)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._refuse_unreduced([parameter for group in groups for parameter in group["params"]])
+        self._refuse_taken([parameter for group in groups for parameter in group["params"]])
         self._state = "updated"
         if lr is not None:
             for group in groups:
@@ -257,8 +261,12 @@ class Step:
         if self._decide():
             if max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            for optimizer in optimizers:
-                optimizer.step()
+            self.updating = True
+            try:
+                for optimizer in optimizers:
+                    optimizer.step()
+            finally:
+                self.updating = False
         else:
             self._buffers.restore()
         for scheduler in schedulers:
@@ -274,16 +282,15 @@ class Step:
         try:
             train_step(self)
         except BaseException as error:
+            self._team.within = None
             if self._state not in ("new", "updated"):
                 self._buffers.restore()  # a lane may have left its own
-            if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+            mistake = _mistake(error, self._name)
+            if mistake is None:
                 raise
-            raise UsageError(  # torch's batch norm
-                f"cannot normalise a micro-batch of {self._name}",
-                found="BatchNorm over a single value per channel",
-                needed="more samples in each micro-batch, the last of an epoch too",
-                fix="Use a larger recipe.micro_batch, recipe.tail: drop, or GroupNorm, which needs no batch",
-            ).with_traceback(error.__traceback__) from error  # the line in the train step is what the user looks for
+            raise mistake.with_traceback(
+                error.__traceback__
+            ) from error  # the user looks for the line in the train step
         self._expect(
             "updated",
             "end the step",
@@ -321,7 +328,9 @@ class Step:
         self._save_failed = bool(save_failed)
         if buffers_changed:
             self._buffers.finish(self._team, self._plan.lanes)
-        self._reducer.drop_unused(ballot[3:].bool())
+        used = ballot[3:].bool()
+        self._reducer.drop_unused(used)
+        self._used = bool(used.any())
         self._table = table.tolist()
         weights = [row[WEIGHT] for row in self._table]
         bad = [f"{weight} of lane {lane}" for lane, weight in enumerate(weights) if not 0 <= weight < math.inf]
@@ -378,6 +387,16 @@ class Step:
                 "Write run.track(model=model, optimizer=optimizer), and schedulers likewise, before the first step",
             )
 
+    def _refuse_taken(self, parameters: Sequence[Tensor]) -> None:
+        """An update without any gradient would be none, and nobody told."""
+        if self._used and all(parameter.grad is None for parameter in parameters):
+            raise UsageError(
+                "cannot update",
+                found="no gradient in the optimizer's parameters, though the step has some",
+                needed="the gradients of this step",
+                fix="Leave out zero_grad() before step.update, and give update the optimizer of this phase",
+            )
+
     def _refuse_unreduced(self, parameters: Sequence[Tensor]) -> None:
         """Workers would silently part if each updated a parameter by a gradient of its own."""
         alone = [p for p in parameters if p.requires_grad and p not in self._reducer.reduced]
@@ -405,6 +424,25 @@ class Step:
         if self._state in in_the_loop and state not in in_the_loop:
             happened = "the loop over the step has not ended"
         raise UsageError(f"cannot {what}", found=happened, needed=needed, fix=fix)
+
+
+def _mistake(error: BaseException, step: str) -> UsageError | None:
+    """What torch's error in a train step means, where its text does not say it."""
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        return UsageError(
+            f"cannot normalise a micro-batch of {step}",
+            found="BatchNorm over a single value per channel",
+            needed="more samples in each micro-batch, the last of an epoch too",
+            fix="Use a larger recipe.micro_batch, recipe.tail: drop, or GroupNorm, which needs no batch",
+        )
+    if isinstance(error, RuntimeError) and "more than one element of the written-to tensor" in str(error):
+        return UsageError(
+            "cannot count this gradient",
+            found=f"loss.backward() inside {step}",
+            needed="step.backward(loss, weight=...), once for each micro-batch",
+            fix="Add up losses first; for gradients of inputs, as in a penalty, use torch.autograd.grad",
+        )
+    return None
 
 
 def _listed(lanes: Sequence[int]) -> str:

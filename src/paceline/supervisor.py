@@ -42,6 +42,8 @@ __all__ = ["Outcome", "default_workers", "resolve_workers", "run_workers", "supe
 
 _GRACE_S = 3.0
 """After a failure the other workers have this long to end by themselves and say so."""
+_STOPPING_S = 10.0
+"""After a signal workers end together; one that is left alone, such as in the middle of joining, is not waited for."""
 _POLL_S = 0.02
 _STOPS = {EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 _FORWARDED = {
@@ -199,6 +201,8 @@ class _Workers:
                 code = None if rank in self._ended else _exit_code(process)
                 if code is not None:
                     self._ended[rank] = (code, time.time())
+                    if self._stopping:
+                        deadline = deadline or time.monotonic() + _STOPPING_S
                     if code not in _STOPS:
                         _kill_group(process, signal.SIGKILL)  # forked children hold its connections open
                         deadline = deadline or time.monotonic() + _GRACE_S
@@ -215,6 +219,8 @@ class _Workers:
         for rank, (code, ended) in self._ended.items():
             if self._stopping and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1):
                 code = EXIT_INTERRUPTED if code == -signal.SIGINT else EXIT_PREEMPTED  # before it could answer better
+            if self._stopping and rank in self._killed:
+                code = EXIT_INTERRUPTED
             path = self._report_dir / f"worker-{rank}.json"
             told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
             endings.append(_Ending(rank, code, ended, rank in self._killed, told))

@@ -75,6 +75,7 @@ class _JobThread:
         self._thread = threading.Thread(target=self._run, args=(threads,), name="paceline-communication", daemon=True)
         self._thread.start()
         self._closed = False
+        self._last: Future[Any] | None = None
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         if self._closed:  # nobody would ever answer
@@ -86,7 +87,13 @@ class _JobThread:
             )
         future: Future[T] = Future()
         self._queue.put((future, job))
+        self._last = future
         return future
+
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+        return self._last is None or self._last.done()
 
     def close(self) -> None:
         """Returns when all jobs are done and the thread has ended."""
@@ -118,11 +125,13 @@ class Team(ABC):
     Attributes:
         room: how many numbers may ride on the opening of a call. The same on every worker, always: so it follows from
             the recipe only after all have agreed on one.
+        within: the step whose loop over micro-batches is at work, where nothing is called: workers have other numbers.
     """
 
     def __init__(self, *, rank: int, world_size: int, local_rank: int, device: torch.device, threads: int) -> None:
         self.rank, self.world_size, self.local_rank, self.device = rank, world_size, local_rank, device
         self.room = _ROOM
+        self.within: str | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs = _JobThread(threads)
 
@@ -212,6 +221,7 @@ class Team(ABC):
         Raises:
             UsageError: it cannot be pickled.
         """
+        self._refuse_within(call)
         try:
             packed = _packed(value)
         except Exception as error:  # whatever the value's own methods raise
@@ -222,6 +232,15 @@ class Team(ABC):
                 fix="Gather numbers, text, tensors, or lists and dicts of them",
             ) from error
         return self.submit(lambda: self._gather_packed(packed, call)).wait()
+
+    def _refuse_within(self, call: str) -> None:
+        if self.within is not None:
+            raise UsageError(
+                f"cannot call {call} here",
+                found=f"the loop over the micro-batches of {self.within}",
+                needed="calls of the run outside of it: workers have different numbers of micro-batches",
+                fix="Move the call behind the loop",
+            )
 
     def barrier(self, call: str = "barrier") -> None:
         """Returns when every worker has called it. Collective."""
@@ -247,6 +266,11 @@ class Team(ABC):
         """Ends the communication thread, then the group, in that order: torch aborts at exit otherwise."""
         self._jobs.close()
 
+    def leave(self) -> None:
+        """Closes, unless a job is at work that waits for workers which may wait for this one."""
+        if self.world_size == 1 or self._jobs.idle:
+            self.close()
+
 
 class SoloTeam(Team):
     """One worker, no process group. The communication thread still adds lanes, beside the backward."""
@@ -266,6 +290,7 @@ class SoloTeam(Team):
         return tensor.unsqueeze(0)
 
     def gather(self, value: T, call: str = "gather") -> list[T]:
+        self._refuse_within(call)
         return self.submit(lambda: [value]).wait()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.checkpoint import Store, compare_keys
+from paceline.checkpoint import Store, compare_keys, pack
 from paceline.determinism import aligned, compile_with_static_shapes, content_digest, flatten_state, tensor_digest
 from paceline.errors import CheckpointError, UsageError
 from paceline.team import Team
@@ -103,6 +103,30 @@ class Tracked:
                     )
 
     @contextmanager
+    def optimizers_held(self, allowed: Callable[[], bool]) -> Iterator[None]:
+        """Meanwhile an optimizer that steps when it is not ``allowed`` raises `UsageError`."""
+
+        def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not allowed():
+                raise UsageError(
+                    "cannot step the optimizer here",
+                    found=f"{type(optimizer).__name__}.step() outside of step.update",
+                    needed="one update for each step, with gradients summed over all workers",
+                    fix="Leave it out: step.update(optimizer) steps it",
+                )
+
+        holds = [
+            thing.register_step_pre_hook(hold)
+            for thing in self._objects.values()
+            if isinstance(thing, torch.optim.Optimizer)
+        ]
+        try:
+            yield
+        finally:
+            for held in holds:
+                held.remove()
+
+    @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The modules in eval mode; afterwards each part is as it was."""
         modes = [(part, part.training) for module in self.modules.values() for part in module.modules()]
@@ -170,6 +194,11 @@ class Tracked:
                     needed="the same state on every worker",
                     fix="Make it without looking at the rank",
                 )
+
+    def check_savable(self) -> None:
+        """Raises `CheckpointError` for a state that no checkpoint can hold."""
+        for name, state in self.states().items():
+            pack(name, state)
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of these objects must match: names, shapes, optimizer settings as at the start."""

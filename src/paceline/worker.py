@@ -111,7 +111,11 @@ def at_exit(close: Callable[[], None]) -> Callable[[], None]:
     An error in it ends the process with the error's code; from an atexit handler the code would be that of success.
     """
 
+    process = os.getpid()
+
     def handler() -> None:
+        if os.getpid() != process:  # a child that was forked has no part in the run
+            return
         try:
             close()
         except Exception as error:

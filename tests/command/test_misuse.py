@@ -34,7 +34,7 @@ GO_ON = {
     "backward_before_the_loop": ("nothing was done with the step yet", "once in each turn of `for batch in step`"),
     "backward_after_the_loop": ("the loop over the step has ended", "once in each turn of `for batch in step`"),
     "backward_outside_of_the_steps": ("step.update was called already", "once in each turn of `for batch in step`"),
-    "plain_backward": ("loss.backward() inside the step", "Add up losses first"),
+    "plain_backward": ("loss.backward() inside step", "Add up losses first"),
     "mean_of_rows": ("a loss of shape (2,)", "Use reduction='sum', or loss.sum()"),
     "total_in_the_loop": ("the loop over the step has not ended", "Move step.total before `for batch in step`"),
     "untracked_parameters": ("2 parameters whose gradients would be this worker's alone", "Track every module"),
@@ -176,7 +176,7 @@ def test_a_loop_over_a_step_that_one_worker_leaves(pool: Pool, tmp_path: Path) -
 # As a user starts it. Per case: the exit code, what the error says, which workers it shows at the line of the mistake,
 # and what those raise that catch it; an error at the very end of a script cannot be caught.
 COMMANDS: dict[str, tuple[int, str, set[int], list[str]]] = {
-    "plain_backward": (1, "found loss.backward() inside the step", {0, 1}, ["UsageError", "UsageError"]),
+    "plain_backward": (1, "found loss.backward() inside step", {0, 1}, ["UsageError", "UsageError"]),
     "other_recipe": (2, "found seed=0 on worker 0, 1 on worker 1", {0, 1}, ["ConfigError", "ConfigError"]),
     "other_architecture": (1, "1.weight: float32[2, 4] on worker 0", {0, 1}, ["UsageError", "UsageError"]),
     "batch_norm_over_a_tail_of_one": (1, "found BatchNorm over a single value", {0}, ["TeamError", "UsageError"]),
@@ -196,7 +196,13 @@ def soon(ended: Ended) -> bool:
     return ended.time - max(float(time) for time in re.findall(r"^arrived (.+)$", ended.out, re.MULTILINE)) < SOON_S
 
 
-@pytest.mark.parametrize("case", COMMANDS)
+SHORT = {"plain_backward", "batch_norm_over_a_tail_of_one", "gather_on_main_at_last", "break_then_exit"}
+"""Those that run without ``--long`` too."""
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in COMMANDS]
+)
 def test_a_script_with_a_mistake_ends_with_one_error_and_the_line(tmp_path: Path, case: str) -> None:
     code, says, workers, caught = COMMANDS[case]
     ended = paceline("launch", "-n", "2", str(SCRIPT), case, cwd=tmp_path).check(code)

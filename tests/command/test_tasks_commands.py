@@ -26,7 +26,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [name if name == "tabular.yaml" else pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES]
+)
 def test_an_example_is_trained_and_resumed(
     place: Path, device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

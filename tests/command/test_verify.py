@@ -77,6 +77,7 @@ def rows(out: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells if len(row) == 4}
 
 
+@pytest.mark.long
 def test_runs_that_are_stopped_and_resumed_are_equal_too(place: Path) -> None:
     """14 steps: an epoch and its short last step are among them."""
     words = ("verify", "tiny.yaml", "--workers", "1,2", "--steps", "14", "--interrupt", "--out", "out")

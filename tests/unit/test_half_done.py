@@ -163,8 +163,12 @@ def test_a_loop_that_was_left_goes_on_in_another() -> None:
 
 
 class Tags:
+    """Something tracked whose state becomes a set one day, which no checkpoint holds."""
+
+    tags: Any = None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"tags": {"a"}}
+        return {"tags": self.tags}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise AssertionError("never saved")
@@ -172,7 +176,10 @@ class Tags:
 
 def test_a_save_that_failed_is_told_at_the_end_at_the_latest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot save tags"), Run(RECIPE, Execution(run_dir=str(tmp_path))) as run:
-        run.track(tags=Tags())
+        tags = Tags()
+        run.track(tags=tags)
+        run.digest()
+        tags.tags = {"a", "b"}
         run.save(wait=False)
 
 

@@ -246,9 +246,9 @@ def test_a_step_takes_gradients_set_to_none_and_channels_last_images() -> None:
         for x_BF, y_BF in step:
             optimizer.zero_grad(set_to_none=True)
             step.backward((model(x_BF) - y_BF).square().sum(), weight=len(x_BF))
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                assert parameter.grad.stride() == parameter.stride()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.stride() == parameter.stride()
         step.update(optimizer, max_norm=1.0)
 
     for workers in (1, 2):

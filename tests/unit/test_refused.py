@@ -316,18 +316,32 @@ def test_a_part_of_the_run_to_begin_from_is_enough(earlier: Path) -> None:
 
 
 class Tags:
-    """Something tracked whose state is a set."""
+    """Something tracked whose state becomes a set one day, which no checkpoint holds."""
+
+    tags: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tags": {"a", "b"}}
+        return {"tags": self.tags}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise AssertionError("never saved")
 
 
+def test_a_state_that_cannot_be_saved_is_told_before_the_first_step(process_state: None, tmp_path: Path) -> None:
+    with Run(RECIPE, Execution(run_dir=str(tmp_path))) as run:
+        tags = Tags()
+        tags.tags = {"a", "b"}
+        run.track(model=nn.Linear(6, 6), tags=tags)
+        with pytest.raises(CheckpointError, match="cannot save tags"):
+            next(iter(run.steps(DATA, lambda step: None)))
+
+
 def test_a_state_that_cannot_be_saved_is_told_and_noted(process_state: None, tmp_path: Path) -> None:
     with Run(RECIPE, Execution(run_dir=str(tmp_path))) as run:
-        run.track(model=nn.Linear(6, 6), tags=Tags())
+        tags = Tags()
+        run.track(model=nn.Linear(6, 6), tags=tags)
+        run.digest()
+        tags.tags = {"a", "b"}
         with pytest.raises(CheckpointError, match="cannot save tags") as caught:
             run.save()
         assert_four_beats(caught.value)

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from paceline.checkpoint.manifest import compare_keys
-from paceline.checkpoint.pack import Snapshot
+from paceline.checkpoint.pack import Snapshot, pack
 from paceline.checkpoint.store import Loaded, Store
 from paceline.checkpoint.writer import Saved, Writer
 
-__all__ = ["Loaded", "Saved", "Snapshot", "Store", "Writer", "compare_keys"]
+__all__ = ["Loaded", "Saved", "Snapshot", "Store", "Writer", "compare_keys", "pack"]

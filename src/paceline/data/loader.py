@@ -105,16 +105,18 @@ class Loader:
     ) -> None:
         self._dataset, self._seed, self._collate = _Keyed(dataset, seed), seed, collate or default_collate
         self._device, self._loader_workers, self._threads = device, loader_workers, threads
+        self.probes = max(2, loader_workers + 1)
+        """Enough for one loader worker to read the same samples twice."""
 
     def train(
         self, plan: Plan, lanes: range, steps: range, *, phases: int = 1, probe: bool = False
     ) -> Generator[Any, None, None]:
         """The micro-batches of ``lanes``, lane by lane, phase by phase, step by step.
 
-        Before them a ``probe``, if asked for: a micro-batch of samples from all over the dataset, the same for every
-        worker and run, to compare the data by. It comes through the loader workers as all else does: a dataset may open
-        files when first read, and they must not be open when the workers are forked. Closing the generator ends the
-        loader workers.
+        Before them, if asked for, ``probes`` times the same probe: a micro-batch of samples from all over the dataset,
+        to compare the data by, the same on every worker, in every run, and each time it is read. It comes through the
+        loader workers as all else does: a dataset may open files when first read, and they must not be open when the
+        workers are forked. Closing the generator ends the loader workers.
         """
         probed = np.linspace(0, plan.samples - 1, min(plan.samples, plan.micro_batch), dtype=np.int64)
         batches = (
@@ -124,7 +126,7 @@ class Loader:
             for lane in lanes
             for indices in plan.lane(step, lane)
         )
-        return self._load(chain([[(0, int(index)) for index in probed]] if probe else [], batches))
+        return self._load(chain([[(0, int(index)) for index in probed]] * (self.probes if probe else 0), batches))
 
     def evaluate(
         self, samples: int, micro_batch: int, lanes: range, all_lanes: int

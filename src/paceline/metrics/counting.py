@@ -27,6 +27,7 @@ def mean(values: Tensor) -> Mean:
     >>> (mean(torch.tensor([1, 2])) + mean(torch.tensor([6.0]))).compute()
     3.0
     """
+    values = torch.as_tensor(values)
     return Mean(sum=float(values.detach().double().sum()), weight=float(values.numel()))
 
 

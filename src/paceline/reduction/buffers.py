@@ -87,6 +87,13 @@ class LaneBuffers:
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, so that NaN equals itself and -0.0 differs from 0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise UsageError(
+            "cannot keep the lanes' buffers apart",
+            found=f"a buffer of {tuple(b.shape)} that became one of {tuple(a.shape)}",
+            needed="the same shape and dtype before and after every forward",
+            fix="Give the buffer its whole size when the module is made",
+        )
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 

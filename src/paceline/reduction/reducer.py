@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,22 @@ __all__ = ["LOSS", "WEIGHT", "Reducer"]
 
 LOSS, WEIGHT = 0, 1
 """Columns of the table that has one row per lane."""
+
+
+class _NotYet(Tensor):
+    """What ``param.grad`` is in the loop over a step: a part of a gradient on its way. Whoever touches it is told.
+
+    Clipping or scaling it there, as a loop of one worker may, would change another part on each number of workers.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UsageError(
+            "cannot touch gradients here",
+            found="the loop over the step, in which they are a part of the sum",
+            needed="them whole, behind the loop and before step.update",
+            fix="Clip with step.update(optimizer, max_norm=...); read or change gradients behind the loop",
+        )
 
 
 class Reducer:
@@ -62,6 +78,10 @@ class Reducer:
         self._sums = LaneSums(self._parameters, self._buckets, lanes)
         self._exchange = Exchange(team, lanes, gradients, compress)
         self._views: list[Tensor] = []
+        self._not_yet = [
+            torch.empty(1, dtype=p.dtype, device=p.device).as_strided(p.shape, (0,) * p.dim()).as_subclass(_NotYet)
+            for p in self._parameters
+        ]
         rows = most_lanes(team.world_size, lanes)  # every worker gathers the same shape
         self.table = torch.zeros(rows, 2, dtype=torch.float64, device=team.device)
         """This worker's lanes: summed loss and summed weight. The step fills it in."""
@@ -89,6 +109,9 @@ class Reducer:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._parameters:
+            if type(parameter.grad) is _NotYet:
+                parameter.grad = None
 
     def begin_step(self, call: str) -> None:
         """Forgets the step before. ``call`` is the step's name for the team, see `Team.open`."""
@@ -103,12 +126,12 @@ class Reducer:
         """From now on backward accumulates for ``lane``. The lanes of a worker come in order, the empty ones too."""
         self._views = self._sums.begin(lane).views
         self._in_lane = True
-        self._point_grads()
+        self._point_grads(self._not_yet)
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Around each backward of a lane; ``last``: of the last lane, so that full buckets may leave during it."""
-        self._point_grads()  # zero_grad() in user code takes them off
+        self._point_grads(self._views)
         if last and self._overlap:
             self._send_table()
             self._overlapping = True
@@ -117,6 +140,7 @@ class Reducer:
             yield
         finally:
             self._expecting = False
+            self._point_grads(self._not_yet)
 
     def finish(self) -> Tensor:
         """After the last backward: waits until every ``param.grad`` is the global sum divided by the global weight.
@@ -134,7 +158,7 @@ class Reducer:
             pending.wait()
         self._overlapping = False  # a backward outside of the step sends nothing
         self._views = self._sums.result.views
-        self._point_grads()
+        self._point_grads(self._views)
         return self._gathered
 
     def drop_unused(self, used: Tensor) -> None:
@@ -142,17 +166,17 @@ class Reducer:
         for index in (~used).nonzero().flatten().tolist():
             self._parameters[index].grad = None
 
-    def _point_grads(self) -> None:
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is not view:
-                parameter.grad = view
+    def _point_grads(self, grads: Sequence[Tensor]) -> None:
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
         """After each accumulation into a parameter's gradient, in the thread that runs backward."""
         if self._in_lane and not self._expecting:
             raise UsageError(
                 "cannot count this gradient",
-                found=f"loss.backward() inside the step, for a parameter {tuple(parameter.shape)}",
+                found=f"loss.backward() inside {self._call}, for a parameter {tuple(parameter.shape)}",
                 needed="step.backward(loss, weight=...), once for each micro-batch",
                 fix="Add up losses first; for gradients of inputs, as in a penalty, use torch.autograd.grad",
             )

@@ -144,6 +144,13 @@ class Tabular(Task):
     def _scaling(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Mean and standard deviation of each column over the rows to train on; the target's are last."""
         cells = self.table.cells[~self._held]
+        if not len(cells):
+            raise DataError(
+                f"cannot train on {self.data}",
+                found="rows that are all alike, and so all held out",
+                needed="some that differ",
+                fix="Check the data",
+            )
         constant = cells.min(0) == cells.max(0)
         if constant[-1]:
             raise DataError(
