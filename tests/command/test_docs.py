@@ -360,6 +360,16 @@ def updates_itself(step: paceline.Step, model: nn.Module, optimizer: torch.optim
     optimizer.step()
 
 
+def never_updates(step: paceline.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for batch in step:
+        step.backward(loss_of(model, batch), weight=len(batch[1]))
+
+
+def clips(step: paceline.Step, model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
+    step.backward(loss_of(model, batch), weight=1)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def twice(step: paceline.Step, model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
     step.backward(loss_of(model, batch), weight=1)
     step.backward(loss_of(model, batch), weight=1)
@@ -410,7 +420,9 @@ PROVOKED: list[Callable[[], object]] = [
     trains(every(twice)),
     trains(every(lambda step, model, batch: None)),
     trains(updates_inside),
+    trains(never_updates),
     trains(updates_itself),
+    trains(every(clips)),
     trains(every(lambda step, model, batch: step.backward(loss_of(model, batch) * 0, weight=0))),
     trains(every(lambda step, model, batch: step.backward(loss_of(model, batch) * math.nan, weight=1))),
     trains(track=""),
