@@ -224,7 +224,7 @@ ODD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", ODD, ids=str)
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
 def test_odd_batches_have_a_digest(value: Any) -> None:
     assert content_digest(value) == content_digest(value)
     assert content_digest([value]) != content_digest([value, value])
