@@ -168,3 +168,24 @@ def test_an_error_that_nobody_catches_is_told_once_and_ends_the_process(tmp_path
     for line in told:
         assert "error: the workers have parted" in line
         assert "worker 0 in run.gather (parts.py:4), worker 1 in the end of the run" in line
+
+
+def test_a_worker_that_hears_no_ctrl_c_is_not_waited_for(tmp_path: Path) -> None:
+    """As one that is in the middle of joining a team whose other worker has gone."""
+    (tmp_path / "waits.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "if os.environ['RANK'] == '1': signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "pathlib.Path(os.environ['RANK']).touch()\nwhile True: time.sleep(0.1)\n"
+    )
+    started = start("launch", "-n", "2", "waits.py", cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), started)
+    started.process.send_signal(signal.SIGINT)
+    assert "Traceback" not in started.wait().check(130).err
+
+
+def test_a_forked_child_has_no_part_in_the_end_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(
+        "import os, sys, paceline\nrun = paceline.Run(paceline.Recipe(steps=1))\nrun.sum(1)\n"
+        "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\nprint('on we go')\n"
+    )
+    assert Started([sys.executable, "forks.py"], tmp_path).wait().check().out == "on we go\n"
