@@ -28,7 +28,7 @@ from paceline.callsite import raised_at
 from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PacelineError, TeamError, UsageError, WorkerError
 from paceline.run_dir import replace_text
 
-__all__ = ["at_exit", "end", "report", "tell_uncaught_errors", "work"]
+__all__ = ["at_exit", "end", "main", "report", "tell_uncaught_errors", "work"]
 
 
 _ECHO_S = 1.0
@@ -178,7 +178,7 @@ def _users_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _main(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     what, path, *rest = words
     body: dict[str, Callable[[], int]] = {
         "script": lambda: _run_script(path, rest, module=False),
@@ -191,4 +191,4 @@ def _main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
