@@ -230,6 +230,16 @@ class Faults:
             if not all((once / mark).exists() for mark in _marks(number, fault))
         ]
 
+    @property
+    def workers(self) -> int:
+        """The fewest workers of a run in which there is one for each statement; 0 without statements."""
+        return max((fault.worker + 1 for fault in self.statements), default=0)
+
+    @property
+    def stops(self) -> int:
+        """How often they ask a run to save and stop, so that it has to be started again."""
+        return sum(fault.times for fault in self.statements if fault.action in ("term", "usr1", "interrupt"))
+
     def check(self, *, workers: int, lanes: int, steps: int | None) -> None:
         """Raises `ConfigError` for a fault that a run of this size never meets.
 

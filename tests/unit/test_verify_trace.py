@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from paceline.config import Execution, Recipe
 from paceline.errors import ConfigError, PacelineError
+from paceline.faults import Faults
 from paceline.parsing import Settings, TaskSpec
 from paceline.verify import verify
 from paceline.verify.runs import Variation, stops
 from paceline.verify.table import conclusion
-from paceline.verify.trace import StepBits, WeightGap, first_difference, trace_of, weight_gap
+from paceline.verify.trace import HeldUp, StepBits, WeightGap, first_difference, held_up, trace_of, weight_gap
 
 LANES, NAMES = 3, ("model.a", "model.b", "optimizer.state.0.exp_avg")
 
@@ -150,6 +151,52 @@ def test_a_log_that_does_not_show_the_whole_run_proves_nothing(
         trace_of(damage(events(5)), workers=(2,), steps=5)
 
 
+def redone(step: int, lanes: set[int], names: set[str]) -> list[dict[str, Any]]:
+    """The log of a run of 5 steps that did ``step`` once more, and then got this."""
+    again = changed(log(5)[step - 1], lanes, names)
+    more = {"event": "digest", "step": step, "digest": again.digest, "lanes": again.lanes, "tensors": again.tensors}
+    first = events(5)
+    return [*first[: step + 1], more, *first[step + 1 :]]
+
+
+def test_a_step_that_was_redone_to_the_same_bits_is_one_step() -> None:
+    started_again = [*events(5)[:3], *events(5)]  # from the beginning, after 2 steps
+    for told in (redone(3, set(), set()), started_again):
+        trace = trace_of(told, workers=(2,), steps=5, disturbed=True)
+        assert trace == log(5) and first_difference(log(5), trace) is None
+        with pytest.raises(PacelineError):
+            trace_of(told, workers=(2,), steps=5)
+
+
+@pytest.mark.parametrize("first_is_wrong", [False, True])
+def test_a_step_that_was_redone_to_other_bits_is_a_difference(first_is_wrong: bool) -> None:
+    told = redone(3, {1}, {"model.a"})
+    if first_is_wrong:
+        told[3], told[4] = told[4], told[3]
+    trace = trace_of(told, workers=(2,), steps=5, disturbed=True)
+    found = first_difference(log(5), trace)
+    assert found is not None and (found.step, found.name, found.count) == (3, "lane 1", 1)
+
+
+def test_a_disturbed_run_must_be_whole_too() -> None:
+    for damage, says in (
+        (without("digest", 3), "digests of steps 1-2, 4-5"),
+        (without("end"), "an end at step 0"),
+        (without("start"), "starts with"),
+    ):
+        with pytest.raises(PacelineError, match=says):
+            trace_of(damage(redone(2, set(), set())), workers=(2,), steps=5, disturbed=True)
+    with pytest.raises(PacelineError, match="starts with \\[2\\]"):
+        trace_of(events(5), workers=(3,), steps=5, disturbed=True)
+
+
+def test_what_faults_cost_is_read_from_changes_of_membership() -> None:
+    changes = [("start", 0, 1.5), ("loss", 2, 0.25), ("reform", 0, 0.125), ("join", 0, 0.5)]
+    told = [{"event": "membership", "cause": c, "lost": lost, "seconds": s} for c, lost, s in changes]
+    assert held_up([*told, *events(3)]) == HeldUp(lost=2, seconds=0.875)
+    assert held_up(events(3)) == HeldUp(lost=0, seconds=0.0)
+
+
 def test_the_gap_between_weights() -> None:
     here = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2), "count": torch.tensor(7)}
     there = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, -0.25]), "count": torch.tensor(8)}
@@ -165,6 +212,24 @@ def test_legs_all_have_steps_and_end_with_the_run(steps: int, legs: int) -> None
     ends = stops(steps, legs)
     assert len(ends) == legs and ends[-1] == steps
     assert all(before < after for before, after in zip([0, *ends], ends, strict=False))
+
+
+def test_a_variation_is_named_by_what_disturbs_it() -> None:
+    sentence = "kill worker=1 step=3; stop worker=0 step=7; hang worker=0 step=8; spin worker=0 step=9"
+    named = [
+        Variation(workers=(3,), run_dir=Path("3"), faults=Faults.parse(text)).name
+        for text in (None, "kill  worker=1 step=3;", sentence)
+    ]
+    assert named == ["3", "3, kill worker=1 step=3", "3, " + sentence.replace("spin worker=0 step=9", "...")]
+
+
+def test_the_conclusion_says_that_the_faults_were_met() -> None:
+    runs = [
+        Variation(workers=(3,), run_dir=Path("3"), faults=Faults.parse(text), trace=log(4))
+        for text in (None, "kill worker=1 step=3")
+    ]
+    told = list(conclusion(runs, Recipe(steps=4)))
+    assert told == ["equal: 2 runs, the same bits after each of 4 steps; every fault was met"]
 
 
 def test_the_conclusion_tells_where_and_how_far() -> None:
@@ -196,12 +261,16 @@ def test_the_conclusion_tells_where_and_how_far() -> None:
         ({"workers": [1, 2], "steps": 0}, "--steps 0, need 1 or more"),
         ({"workers": [1, 2], "steps": 21}, "up to the run's own 20"),
         ({"workers": [1, 2], "steps": 2, "interrupt": True}, "--steps 2, need 3 or more"),
+        ({"workers": [1, 2], "faults": Faults().kill(worker=2, step=3)}, "worker=2 in .*need 0 <= worker <= 1"),
+        ({"workers": [2], "steps": 6, "faults": Faults().stop(worker=1, step=7)}, "step=7 in .*need 1 <= step <= 6"),
+        ({"workers": [2], "faults": Faults().stop(worker=1, step=21)}, "step=21 in .*need 1 <= step <= 20"),
+        ({"workers": [2], "faults": Faults().stop(worker=1, step=1, lane=8)}, "lane=8 in .*need 0 <= lane <= 7"),
+        ({"workers": [2], "faults": Faults().raise_(worker=1, step=1)}, "raise .*an exception ends every run"),
     ],
 )
 def test_nothing_runs_when_nothing_can_be_learned(tmp_path: Path, asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=says):
         verify(settings(tmp_path), **asked)
-    assert says in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -45,7 +45,8 @@ When one fails, the others are ended and its error is shown once. No process is 
 """
 
 _VERIFY_HELP = """\
-usage: paceline verify [CONFIG] --workers 1,2,3 [--steps N] [--interrupt] [--out DIR] [--SECTION.NAME VALUE ...]
+usage: paceline verify [CONFIG] --workers 1,2,3 [--steps N] [--interrupt] [--faults SENTENCE] [--out DIR]
+                       [--SECTION.NAME VALUE ...]
 
 Runs CONFIG from scratch with each number of workers and compares all bits after every step. Exit code 0: equal; 1: not,
 with the first step, lane loss or parameter that differs.
@@ -53,6 +54,10 @@ with the first step, lane loss or parameter that differs.
   --workers LIST     numbers of workers; the first is the reference
   --steps N          only the first N steps; the schedule stays the whole run's
   --interrupt        also stop each run twice, and go on with other numbers of workers
+  --faults SENTENCE  also run each with these failures: "kill worker=1 step=3; stop worker=0 step=7". Worker N, from 0,
+                     does to itself at step N, from 1: kill, stop, crash (signals), hang, spin (endless loops), term,
+                     usr1, interrupt (save and stop, then resumed). More words: at=step (the default) or exchange,
+                     update, body, evaluate, save, reform, copy, join; lane=N; times=N
   --out DIR          where proof.json and the runs go; default <run directory>-verify
   Settings as for `paceline train`.
 """
@@ -182,7 +187,7 @@ def verify(words: list[str]) -> int:
     while remaining:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
-        if name in ("--workers", "--steps", "--out"):
+        if name in ("--workers", "--steps", "--faults", "--out"):
             if not equals and (not remaining or remaining[0].startswith("--")):
                 raise ConfigError(f"cannot read {name}", found="nothing behind it", fix="See `paceline verify --help`")
             options[name] = value if equals else remaining.pop(0)
@@ -195,9 +200,11 @@ def verify(words: list[str]) -> int:
     workers = [_whole(count, "--workers", "1,2,3") for count in options["--workers"].split(",")]
     steps = _whole(options["--steps"], "--steps", "20") if "--steps" in options else None
 
+    from paceline.faults import Faults
     from paceline.lanes import lanes_of
     from paceline.parsing import parse
 
+    faults = Faults.parse(options["--faults"]) if "--faults" in options else None
     settings = parse(rest)
     for count in workers:
         lanes_of(0, count, settings.recipe.lanes)
@@ -205,7 +212,7 @@ def verify(words: list[str]) -> int:
     from paceline import verify as command
 
     out = Path(options["--out"]) if "--out" in options else None
-    return command.verify(settings, workers=workers, steps=steps, interrupt=interrupt, out=out)
+    return command.verify(settings, workers=workers, steps=steps, interrupt=interrupt, faults=faults, out=out)
 
 
 def _whole(text: str, option: str, example: str) -> int:

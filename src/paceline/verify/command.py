@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline import env
 from paceline.config import Recipe
 from paceline.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from paceline.faults import Faults
 from paceline.parsing import Settings
 from paceline.verify import record
 from paceline.verify.runs import Variation, run
@@ -34,6 +35,7 @@ def verify(
     workers: Sequence[int],
     steps: int | None = None,
     interrupt: bool = False,
+    faults: Faults | None = None,
     out: Path | None = None,
 ) -> int:
     """Runs ``settings`` once with each number of workers, prints how the bits compare, and writes the proof.
@@ -47,6 +49,8 @@ def verify(
         interrupt: beside each run, another one that is stopped twice on its way and resumed on the next worker counts
             of the list. The undisturbed ones are needed too: what every resume does wrong alike would show in no
             comparison of resumed runs.
+        faults: beside each run that has the workers for them, another one that meets them, and that does not count
+            unless it has met every one. ``None``: those of ``execution.faults``, if any.
         out: new or empty directory for the proof and the runs. ``None``: the proof goes to ``<run_dir>-verify``, and
             the runs stay there only when their bits differ.
 
@@ -65,18 +69,20 @@ def verify(
             needed="an environment without a team: the runs have their own workers",
             fix="Start it without torchrun or srun, or unset RANK and WORLD_SIZE",
         )
-    _check(settings.recipe, workers, steps, interrupt)
+    faults = Faults.parse(settings.execution.faults) if faults is None else faults
+    _check(settings.recipe, workers, steps, interrupt, faults)
     steps = steps or settings.execution.stop_at
+    _check_faults(faults, settings.recipe, workers, steps)
     home = out or settings.run_dir.with_name(f"{settings.run_dir.name}-verify")
     runs = _prepare(home, keep=out is not None)
-    paths: list[tuple[int, ...]] = [(count,) for count in workers]
-    if interrupt:
-        paths += [tuple(workers[(i + leg) % len(workers)] for leg in range(_LEGS)) for i in range(len(workers))]
-    variations = [Variation(workers=path, run_dir=runs / "-".join(map(str, path))) for path in paths]
+    variations = list(_variations(runs, workers, interrupt, faults))
     reference = variations[0]
     length = f"{steps} steps" if steps else "the whole length"
     print(f"{settings.run_dir.name}: {len(variations)} runs of {length} on {settings.recipe.lanes} lanes", flush=True)
-    with _removed_when_interrupted(runs if out is None else None), Display([v.name for v in variations]) as display:
+    if few := [count for count in workers if count < faults.workers]:
+        print(f"not with the faults: workers {', '.join(map(str, few))}; they need {faults.workers}", flush=True)
+    display = Display([variation.name for variation in variations], faults=bool(faults.statements))
+    with _removed_when_interrupted(runs if out is None else None), display:
         for variation in variations:
             code = run(variation, settings, steps, partial(display.show, variation))
             if code != EXIT_DONE:
@@ -84,7 +90,9 @@ def verify(
                 break
             steps = len(reference.trace)
             if variation is reference:
-                _check(settings.recipe, workers, steps, interrupt)  # known by now even when the recipe counts epochs
+                # Known by now even when the recipe counts epochs.
+                _check(settings.recipe, workers, steps, interrupt, faults)
+                _check_faults(faults, settings.recipe, workers, steps)
             variation.difference = first_difference(reference.trace, variation.trace)
             display.end(variation, "-" if variation is reference else same(variation.difference))
     if code != EXIT_DONE:
@@ -104,12 +112,23 @@ def verify(
     return EXIT_FAILED if different else EXIT_DONE
 
 
-def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt: bool) -> None:
+def _variations(runs: Path, workers: Sequence[int], interrupt: bool, faults: Faults) -> Iterator[Variation]:
+    paths: list[tuple[int, ...]] = [(count,) for count in workers]
+    if interrupt:
+        paths += [tuple(workers[(i + leg) % len(workers)] for leg in range(_LEGS)) for i in range(len(workers))]
+    for path in paths:
+        yield Variation(workers=path, run_dir=runs / "-".join(map(str, path)))
+    for count in workers:
+        if faults.statements and count >= faults.workers:
+            yield Variation(workers=(count,), run_dir=runs / f"{count}-faults", faults=faults)
+
+
+def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt: bool, faults: Faults) -> None:
     listed = ",".join(map(str, workers))
     twice = [count for i, count in enumerate(workers) if count in workers[:i]]
     fewest = _LEGS if interrupt else 1
     longest = recipe.steps if recipe.steps is not None else math.inf
-    faults = [
+    mistakes = [
         (not workers, "no worker counts", "two or more", "Use --workers 1,2"),
         (bool(twice), f"--workers {listed}", "each number once", f"Leave out the second {twice[:1]}"),
         (
@@ -119,10 +138,10 @@ def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt:
             f"Use numbers from 1 to {recipe.lanes}",
         ),
         (
-            len(workers) == 1 and not interrupt,
+            len(workers) == 1 and not interrupt and not faults.statements,
             f"--workers {listed}, one run and nothing to compare it with",
             "at least two runs",
-            "Use --workers 1,2, or add --interrupt to compare a run with itself, stopped and resumed",
+            "Use --workers 1,2, or add --interrupt or --faults to compare a run with itself, stopped or disturbed",
         ),
         (
             steps is not None and not fewest <= steps <= longest,
@@ -131,9 +150,21 @@ def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt:
             f"Use --steps {min(20, longest)}",
         ),
     ]
-    for wrong, found, needed, fix in faults:
+    for wrong, found, needed, fix in mistakes:
         if wrong:
             raise ConfigError("cannot verify the run", found=found, needed=needed, fix=fix)
+
+
+def _check_faults(faults: Faults, recipe: Recipe, workers: Sequence[int], steps: int | None) -> None:
+    last = min((known for known in (steps, recipe.steps) if known is not None), default=None)
+    faults.check(workers=max(workers), lanes=recipe.lanes, steps=last)
+    if fatal := [str(fault) for fault in faults.statements if fault.action == "raise"]:
+        raise ConfigError(
+            "cannot verify the run",
+            found=f"{fatal[0]!r}, and an exception ends every run at once",
+            needed="faults that a run survives",
+            fix=f"Leave it out, or see what it does: paceline train --execution.faults {fatal[0]!r}",
+        )
 
 
 def _prepare(home: Path, *, keep: bool) -> Path:

@@ -8,6 +8,8 @@ identity    {"digest", "fields"}: recipe, task, data, tracked names and shapes, 
 machine     {"cpu", "device", "paceline", "torch", "python"}
 variations  the first is the reference; of each:
     workers     worker counts in turn: [2], or [2, 3, 1] when it was stopped and resumed on others
+    faults      null, or the sentence of the faults that it met, all of them: "kill worker=1 step=3"
+    held_up     null, or what those have cost: {"lost": workers, "seconds": for which the others stood still}
     digest      of everything tracked after the last step, 32 hexadecimal digits
     seconds     of wall time, start-up included
     digests     one per step
@@ -70,6 +72,8 @@ def write(path: Path, variations: Sequence[Variation]) -> None:
         "variations": [
             {
                 "workers": list(variation.workers),
+                "faults": str(variation.faults) or None,
+                "held_up": variation.held_up and dataclasses.asdict(variation.held_up),
                 "digest": variation.trace[-1].digest,
                 "seconds": round(variation.seconds, 3),
                 "digests": [bits.digest for bits in variation.trace],

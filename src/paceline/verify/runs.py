@@ -15,14 +15,17 @@ from types import FrameType
 from typing import NoReturn
 
 from paceline.checkpoint import Loaded, Store
-from paceline.errors import EXIT_DONE, PacelineError
+from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError
 from paceline.events import read_events
+from paceline.faults import Faults
 from paceline.parsing import Settings, dump
-from paceline.verify.trace import Difference, StepBits, WeightGap, trace_of
+from paceline.verify.trace import Difference, HeldUp, StepBits, WeightGap, held_up, trace_of
 
 __all__ = ["Variation", "run", "stops"]
 
 _POLL_S = 0.2
+_NAMED = 3
+"""So many statements stand in a variation's name."""
 
 
 @dataclass(kw_only=True)
@@ -31,15 +34,19 @@ class Variation:
 
     workers: tuple[int, ...]
     run_dir: Path
+    faults: Faults = dataclasses.field(default_factory=Faults)
     seconds: float = 0.0
+    held_up: HeldUp | None = None
     trace: list[StepBits] = dataclasses.field(default_factory=list)
     difference: Difference | None = None
     weights: WeightGap | None = None
 
     @property
     def name(self) -> str:
-        """As in the table: ``2``, or ``2 > 3 > 1``."""
-        return " > ".join(map(str, self.workers))
+        """As in the table: ``2``, or ``2 > 3 > 1``, or ``2, kill worker=1 step=3``."""
+        statements = list(map(str, self.faults.statements))
+        shown = "; ".join(statements[:_NAMED]) + ("; ..." if len(statements) > _NAMED else "")
+        return " > ".join(map(str, self.workers)) + (f", {shown}" if shown else "")
 
     @property
     def events(self) -> Path:
@@ -86,6 +93,7 @@ def run(variation: Variation, settings: Settings, steps: int | None, watch: Call
         watch()
 
     ends: list[int | None] = [*stops(steps, len(variation.workers))] if steps is not None else [None]
+    disturbed = bool(variation.faults.statements)
     for leg, (count, stop) in enumerate(zip(variation.workers, ends, strict=True)):
         execution = dataclasses.replace(
             settings.execution,
@@ -93,20 +101,38 @@ def run(variation: Variation, settings: Settings, steps: int | None, watch: Call
             run_dir=str(variation.run_dir),
             stop_at=stop,
             digest_every=1,
-            checkpoint_every=None,  # one at the stop
-            keep=1,
-            keep_best=None,
             tensorboard=False,
+            faults=str(variation.faults) if disturbed else None,
         )
+        if not disturbed:
+            execution = dataclasses.replace(execution, checkpoint_every=None, keep=1, keep_best=None)  # one at the stop
         config = variation.run_dir.with_name(f"{variation.run_dir.name}-leg{leg + 1}.yaml")
         config.write_text(dump(dataclasses.replace(settings, execution=execution)), encoding="utf-8")
-        command = [sys.executable, "-m", "paceline", "train", str(config), "--resume", "must" if leg else "never"]
-        code = _execute(command, variation.run_dir, tick)
+        command = [sys.executable, "-m", "paceline", "train", str(config), "--resume"]
+        code = _execute([*command, "must" if leg else "never"], variation.run_dir, tick)
+        for _ in range(variation.faults.stops):
+            if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+                code = _execute([*command, "auto"], variation.run_dir, tick)  # as a launcher would
         if code != EXIT_DONE:
             return code
     tick()
-    variation.trace = trace_of(read_events(variation.events), workers=variation.workers, steps=steps)
+    events = read_events(variation.events)
+    variation.trace = trace_of(events, workers=variation.workers, steps=steps, disturbed=disturbed)
+    if disturbed:
+        _check_fired(variation)
+        variation.held_up = held_up(events)
     return EXIT_DONE
+
+
+def _check_fired(variation: Variation) -> None:
+    """A rehearsal in which nothing happened proves nothing."""
+    if unfired := variation.faults.unfired(variation.run_dir / "faults"):
+        raise PacelineError(
+            f"cannot prove anything by the run with workers {variation.name}",
+            found=f"{', '.join(map(repr, unfired))} not met in {len(variation.trace)} steps",
+            needed="a run that meets every fault as often as asked",
+            fix="Name a step, lane and place that this worker comes to; after a loss the workers are numbered anew",
+        )
 
 
 def _execute(command: Sequence[str], logs: Path, watch: Callable[[], None]) -> int:

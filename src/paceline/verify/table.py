@@ -16,12 +16,16 @@ __all__ = ["Display", "conclusion", "same"]
 
 
 class Display:
-    """The table: live on a terminal, else a line as each run ends."""
+    """The table: live on a terminal, else a line as each run ends.
 
-    _HEAD = ("workers", "digest", "seconds", "same?")
+    Its last column, with ``faults`` only: how many workers were lost, and for how long that held up the others.
+    """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._rows = dict.fromkeys(names, ("", "", ""))
+    _HEAD = ("workers", "digest", "seconds", "same?", "lost")
+
+    def __init__(self, names: Sequence[str], *, faults: bool = False) -> None:
+        self._head = self._HEAD if faults else self._HEAD[:-1]
+        self._rows = {name: ("",) * len(self._head[1:]) for name in names}
         self._width = max(len(name) for name in [*names, self._HEAD[0]])
         console = Console()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -30,7 +34,7 @@ class Display:
         if self._live:
             self._live.start()
         else:
-            self._print(self._HEAD)
+            self._print(self._head)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,21 +53,26 @@ class Display:
         if self._live:
             self._set(variation, digest, same)
         else:
-            self._print((variation.name, digest, f"{variation.seconds:.1f}", same))
+            self._print((variation.name, *self._cells(variation, digest, same)))
+
+    def _cells(self, variation: Variation, digest: str, same: str) -> tuple[str, ...]:
+        held_up = variation.held_up
+        lost = "" if held_up is None else f"{held_up.lost}, {held_up.seconds:.2f} s"
+        return (digest, f"{variation.seconds:.1f}", same, lost)[: len(self._head) - 1]
 
     def _set(self, variation: Variation, digest: str, same: str) -> None:
         assert self._live is not None
-        self._rows[variation.name] = (digest, f"{variation.seconds:.1f}", same)
+        self._rows[variation.name] = self._cells(variation, digest, same)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name, justify in zip(self._HEAD, ("left", "left", "right", "left"), strict=True):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for name in self._head:
+            table.add_column(name, justify="right" if name == "seconds" else "left")
         for name, row in self._rows.items():
             table.add_row(name, *row)
         self._live.update(table, refresh=True)
 
     def _print(self, row: Sequence[str]) -> None:
-        name, digest, seconds, same = row
-        print(f"{name:<{self._width}}  {digest:<16}  {seconds:>7}  {same}".rstrip(), flush=True)
+        name, digest, seconds, same, *lost = row
+        print(f"{name:<{self._width}}  {digest:<16}  {seconds:>7}  {same:<5}  {''.join(lost)}".rstrip(), flush=True)
 
 
 def same(difference: Difference | None) -> str:
@@ -76,7 +85,8 @@ def conclusion(variations: Sequence[Variation], recipe: Recipe) -> Iterator[str]
     reference, steps = variations[0], len(variations[0].trace)
     different = [variation for variation in variations if variation.difference is not None]
     if not different:
-        yield f"equal: {len(variations)} runs, the same bits after each of {steps} steps"
+        met = "; every fault was met" if any(variation.faults.statements for variation in variations) else ""
+        yield f"equal: {len(variations)} runs, the same bits after each of {steps} steps{met}"
         return
     yield f"different: {len(different)} of {len(variations) - 1} runs from that with workers {reference.name}"
     for variation in different:

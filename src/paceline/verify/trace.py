@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from paceline.errors import PacelineError
 
-__all__ = ["Difference", "StepBits", "WeightGap", "first_difference", "trace_of", "weight_gap"]
+__all__ = [
+    "Difference",
+    "HeldUp",
+    "StepBits",
+    "WeightGap",
+    "first_difference",
+    "held_up",
+    "trace_of",
+    "weight_gap",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +31,13 @@ class StepBits:
         digest: of everything tracked, after the step.
         lanes: each lane's summed loss as a hexadecimal float; computed with the weights from before the step.
         tensors: digest of each tracked tensor after the step, in the order of the state.
+        redone: what it left when it was done again, after a loss, as far as that is something else.
     """
 
     digest: str
     lanes: tuple[str, ...]
     tensors: Mapping[str, str]
+    redone: tuple[StepBits, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,19 @@ class Difference:
     found: str
     count: int
     of: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldUp:
+    """What the faults of a run have cost it.
+
+    Args:
+        lost: how many workers.
+        seconds: for how long the others stood still, all changes of membership together.
+    """
+
+    lost: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +93,9 @@ def first_difference(reference: Sequence[StepBits], other: Sequence[StepBits]) -
     >>> first_difference(a, b)
     Difference(step=1, kind='tensor', name='model.w', reference='aa', found='ab', count=1, of=1)
     """
-    for step, (left, right) in enumerate(zip(reference, other, strict=True), start=1):
-        if left == right:
+    for step, (left, one) in enumerate(zip(reference, other, strict=True), start=1):
+        right = next((bits for bits in (one, *one.redone) if bits != left), None)
+        if right is None:
             continue
         lanes = [
             ({f"lane {lane}": loss for lane, loss in enumerate(bits.lanes)}, "lane loss") for bits in (left, right)
@@ -97,12 +122,15 @@ def first_difference(reference: Sequence[StepBits], other: Sequence[StepBits]) -
     return None
 
 
-def trace_of(events: Sequence[Mapping[str, Any]], *, workers: Sequence[int], steps: int | None) -> list[StepBits]:
+def trace_of(
+    events: Sequence[Mapping[str, Any]], *, workers: Sequence[int], steps: int | None, disturbed: bool = False
+) -> list[StepBits]:
     """Every step of one variation, from its run log.
 
     Args:
         workers: worker counts that must have run, in turn.
         steps: how many steps it must have run; ``None``: to the end of the recipe.
+        disturbed: by faults, so that it may have started, and done a step, more than once.
 
     Raises:
         PacelineError: the log does not show just that, so it proves nothing.
@@ -113,6 +141,8 @@ def trace_of(events: Sequence[Mapping[str, Any]], *, workers: Sequence[int], ste
     last: Mapping[str, Any] = ends[-1] if ends else {"step": 0, "steps": steps or 1, "digest": None}
     needed: int = min(steps, last["steps"]) if steps is not None else last["steps"]
     recorded = [event["step"] for event in digests]
+    if disturbed:
+        starts, recorded = starts[: len(workers)], sorted(set(recorded))
     faults = [
         (starts != list(workers), f"starts with {starts} workers", f"{list(workers)}"),
         (recorded != list(range(1, needed + 1)), f"digests of {_ranges(recorded)}", f"one of each step to {needed}"),
@@ -128,9 +158,26 @@ def trace_of(events: Sequence[Mapping[str, Any]], *, workers: Sequence[int], ste
             raise PacelineError(
                 "cannot prove anything by this variation", found=found, needed=wanted, fix="Look into its events.jsonl"
             )
-    return [
-        StepBits(digest=event["digest"], lanes=tuple(event["lanes"]), tensors=event["tensors"]) for event in digests
-    ]
+    done: dict[int, StepBits] = {}
+    for event in digests:
+        bits = StepBits(digest=event["digest"], lanes=tuple(event["lanes"]), tensors=event["tensors"])
+        first = done.setdefault(event["step"], bits)
+        if bits not in (first, *first.redone):
+            done[event["step"]] = replace(first, redone=(*first.redone, bits))
+    return [done[step] for step in recorded]
+
+
+def held_up(events: Sequence[Mapping[str, Any]]) -> HeldUp:
+    """Of a run, from its log.
+
+    >>> loss, join = {"cause": "loss", "lost": 1, "seconds": 0.14}, {"cause": "join", "lost": 0, "seconds": 0.05}
+    >>> held_up([{"event": "membership", **loss}, {"event": "step"}, {"event": "membership", **join}])
+    HeldUp(lost=1, seconds=0.19)
+    """
+    changes = [event for event in events if event["event"] == "membership" and event["cause"] != "start"]
+    return HeldUp(
+        lost=sum(event["lost"] for event in changes), seconds=round(math.fsum(event["seconds"] for event in changes), 6)
+    )
 
 
 def weight_gap(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightGap:
