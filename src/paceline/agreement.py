@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.config import Identity, Recipe, as_dict
 from paceline.determinism import combined, content_digest, flatten_state, tensor_digest
@@ -12,6 +12,8 @@ from paceline.team import Team
 
 __all__ = ["agreed_digest", "check_data", "check_exchange", "check_recipe", "check_samples", "one_content"]
 
+T = TypeVar("T")
+
 
 def check_recipe(team: Team, recipe: Recipe) -> None:
     """Workers with other recipes would wait for each other in the wrong places. Collective.
@@ -19,7 +21,8 @@ def check_recipe(team: Team, recipe: Recipe) -> None:
     Raises:
         ConfigError: names the first field that differs.
     """
-    first, *others = [Identity.of(theirs) for theirs in team.gather(as_dict(recipe), "paceline.Run")]
+    mine = as_dict(recipe)
+    first, *others = [Identity.of(theirs) for theirs in _with_mine(team.gather(mine, "paceline.Run"), mine)]
     for rank, theirs in enumerate(others, start=1):
         for name in sorted({*first.fields, *theirs.fields}):
             if first.fields.get(name) != theirs.fields.get(name):
@@ -55,7 +58,7 @@ def check_data(team: Team, data: Mapping[str, Any], before: Mapping[str, Any] | 
         UsageError: another dataset on another worker.
         CheckpointError: not the data of the checkpoint.
     """
-    everyone = team.gather(data, call)
+    everyone = _with_mine(team.gather(data, call), data)
     for name, what in (("samples", "samples"), ("content", "content of the first sample and some others")):
         others = [rank for rank, theirs in enumerate(everyone) if theirs[name] != everyone[0][name]]
         if others:
@@ -85,7 +88,8 @@ def check_exchange(team: Team, layout: Sequence[Sequence[int]], call: str) -> No
     Raises:
         UsageError: other parameters that require a gradient, or another ``execution.bucket_mib``, on another worker.
     """
-    everyone = team.gather(tuple(map(tuple, layout)), call)
+    mine = tuple(map(tuple, layout))
+    everyone = _with_mine(team.gather(mine, call), mine)
     others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
     if others:
         raise UsageError(
@@ -94,6 +98,11 @@ def check_exchange(team: Team, layout: Sequence[Sequence[int]], call: str) -> No
             needed="the same on every worker",
             fix="Freeze and unfreeze parameters, and set execution.bucket_mib, without looking at the rank",
         )
+
+
+def _with_mine(everyone: Sequence[T], mine: T) -> list[T]:
+    """For comparisons: a worker that comes later is told what the others said without it."""
+    return [*everyone, mine]
 
 
 def _in_words(layout: Sequence[Sequence[int]]) -> str:

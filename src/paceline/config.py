@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, did_you_mean
+from paceline.faults import Faults
 from paceline.lanes import check_batch, lanes_of
 
 __all__ = ["Execution", "Identity", "Optimizer", "Recipe", "Resume", "Schedule", "as_dict"]
@@ -243,7 +244,15 @@ class Execution:
         stop_at: stop after this step, leaving the schedule as it is.
         run_dir: where the run lives; default ``runs/<config name>``.
         tensorboard: also write scalars for TensorBoard to ``<run_dir>/tensorboard``.
-        timeout_s: seconds after which a wait for the other workers is an error.
+        on_loss: when a worker is lost. ``replace``: the others go on at once, and another takes its place; ``shrink``:
+            the others go on alone; ``restart``: all start again from the newest checkpoint; ``stop``: the run ends.
+            ``auto``: replace on CPU; restart on CUDA, where going on has not been tried yet. With no other worker left
+            the run starts again from its newest checkpoint, unless it is ``stop``.
+        hang_after_s: a worker that does not get on with a micro-batch, a load or an update for so long is taken for
+            hung and replaced; ``null``: ten times the longest of its kind so far in this run, at least 30 s.
+        faults: failures to rehearse, e.g. ``kill worker=1 step=3; stop worker=0 step=7``; see `paceline.faults`.
+        timeout_s: seconds after which a wait for the other workers is an error, and what has not happened before in
+            this run (a first step, an evaluation, a save) is taken for hung.
     """
 
     workers: int | Literal["auto"] = "auto"
@@ -260,6 +269,9 @@ class Execution:
     stop_at: int | None = None
     run_dir: str | None = None
     tensorboard: bool = False
+    on_loss: Literal["auto", "replace", "shrink", "restart", "stop"] = "auto"
+    hang_after_s: float | None = None
+    faults: str | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -275,15 +287,18 @@ class Execution:
             "a whole number >= 0",
             "Use 0 to load in the worker",
         )
-        for name in ("bucket_mib", "timeout_s"):
+        for name in ("bucket_mib", "timeout_s", "hang_after_s"):
             value = getattr(self, name)
             _require(
-                0 < value <= 1e9,
+                value is None or 0 < value <= 1e9,
                 f"execution.{name}",
                 value,
                 "a number > 0, at most 1e9",
                 f"Leave out execution.{name} for the default",
             )
+
+        if self.faults is not None:
+            Faults.parse(self.faults)
 
     def check(self, recipe: Recipe) -> None:
         """Raises `ConfigError` when ``recipe`` cannot be run this way."""

@@ -17,6 +17,9 @@ from paceline.errors import ConfigError
 __all__ = ["WorkerEnv", "for_worker", "read", "restarts"]
 
 _REPORT_DIR = "PACELINE_REPORT_DIR"
+_MEMBER = "PACELINE_MEMBER"
+LINK_FD = "PACELINE_LINK_FD"
+"""Names the descriptor of a worker's end of its link; set in the worker, by the process that it is forked from."""
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,6 +37,8 @@ class WorkerEnv:
         report_dir: where a failing worker leaves its report for the supervisor; ``None`` under other launchers.
         restarts: how often the launcher has started this team before. Keys in a hosted store outlive a restart, so
             they need this number in their names.
+        link: descriptor of this worker's end of the sockets to Paceline's supervisor, see `paceline.link`.
+        member: the supervisor's number for this process, which no other ever has.
     """
 
     rank: int
@@ -44,6 +49,8 @@ class WorkerEnv:
     store_hosted: bool = False
     report_dir: Path | None = None
     restarts: int = 0
+    link: int | None = None
+    member: int = 0
 
 
 def read(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
@@ -69,23 +76,26 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
     return max(_number(env, name, default=0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def for_worker(rank: int, world_size: int, *, port: int | None, report_dir: Path) -> dict[str, str]:
+def for_worker(member: int, slot: int, workers: int, *, port: int, report_dir: Path, restarts: int) -> dict[str, str]:
     """The whole environment of a worker started by this process.
 
     Args:
-        rank: the worker's rank, on this one machine also its local rank.
-        world_size: workers of the team.
-        port: of the store on the loopback interface; ``None`` for a team of one, which needs no store.
+        member: the worker's number, which no other ever has.
+        slot: its place among the ``workers``: rank and local rank, until losses move the ranks.
+        workers: of a whole team.
+        port: of the store on the loopback interface.
         report_dir: where the worker leaves its report.
+        restarts: how often the team has been started before.
     """
     env = dict(os.environ)
     for name in _LAUNCHER_VARIABLES:
         env.pop(name, None)
-    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    env[_REPORT_DIR] = str(report_dir)
-    if port is not None:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        env.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
+    env |= {"RANK": str(slot), "WORLD_SIZE": str(workers), "LOCAL_RANK": str(slot)}
+    env |= {_REPORT_DIR: str(report_dir), _MEMBER: str(member)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env["TORCHELASTIC_RESTART_COUNT"] = str(max(restarts, _number(env, "TORCHELASTIC_RESTART_COUNT", default=0)))
+    # One machine: no other may reach in.
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return env
 
 
@@ -113,6 +123,8 @@ def _from_torchrun(env: Mapping[str, str]) -> WorkerEnv:
         store_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         report_dir=Path(report_dir) if report_dir else None,
         restarts=restarts(env),
+        link=_number(env, LINK_FD) if env.get(LINK_FD) else None,
+        member=_number(env, _MEMBER, default=0),
     )
 
 

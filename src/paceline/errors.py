@@ -15,12 +15,16 @@ __all__ = [
     "EXIT_DONE",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
+    "EXIT_NO_PROGRESS",
+    "EXIT_POISONED",
     "EXIT_PREEMPTED",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "NonFiniteError",
     "PacelineError",
+    "RunStopped",
+    "StepAbandoned",
     "TeamError",
     "UsageError",
     "WorkerError",
@@ -33,6 +37,10 @@ EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
 EXIT_PREEMPTED = 75
 """Stopped by SIGTERM after a checkpoint: start it again with ``--resume``."""
+EXIT_POISONED = 76
+"""The same step and lane has ended workers three times."""
+EXIT_NO_PROGRESS = 77
+"""Started again and again without getting any further: do not requeue."""
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C after a checkpoint."""
 
@@ -91,6 +99,15 @@ class NonFiniteError(PacelineError):
 
 class TeamError(PacelineError):
     """The other workers cannot be reached. Mostly an echo: the first failure is elsewhere."""
+
+
+class StepAbandoned(BaseException):
+    """A worker was lost in a step or a call, which is now done again. Not an `Exception`, so that no handler of the
+    user's takes it for an error: it must reach the run."""
+
+
+class RunStopped(SystemExit):
+    """The run was asked to stop, by a signal or `Run.request_stop`, and has saved: the program ends with that code."""
 
 
 class WorkerError(PacelineError):

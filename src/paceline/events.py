@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,11 @@ from typing import Any, Protocol
 from paceline.errors import DataError
 
 __all__ = ["EventLog", "Sink", "read_events", "warn"]
+
+
+_WAITING = 64
+"""Events that a worker remembers which is not worker 0."""
+_TAIL_BYTES = 1 << 20
 
 
 class Sink(Protocol):
@@ -29,13 +35,16 @@ class Sink(Protocol):
 class EventLog:
     r"""Appends events to a file and hands them to sinks.
 
-    Worker 0 has one; the other workers need none. A line is written whole, with one system call and no buffer, so the
-    log of a killed process is good up to its last event; the torn line that a full disk or a crash of the machine may
-    leave is cut off. A log that cannot be written is reported once and never stops a run.
+    Every worker has one, and worker 0's is active. Another that takes over appends what worker 0 has left out of the
+    events that both of them came by: it may have died before it wrote the last ones. A line is written whole, with one
+    system call and no buffer, so the log of a killed process is good up to its last event; the torn line that a full
+    disk or a crash of the machine may leave is cut off. A log that cannot be written is reported once and never stops a
+    run.
 
     Args:
         path: the file, continued if it exists; ``None``: sinks only.
         sinks: told of every event, in this order.
+        active: writes and tells.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "events.jsonl"
@@ -46,17 +55,16 @@ class EventLog:
     [('step', 2.5)]
     """
 
-    def __init__(self, path: Path | None, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, path: Path | None, sinks: Sequence[Sink] = (), *, active: bool = True) -> None:
         self._path = path
         self._sinks = list(sinks)
         self._file: int | None = None
         self._written = 0
         self._warned = False
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._written = _whole_lines(self._file)
-            os.ftruncate(self._file, self._written)
+        self._active = active
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
+        if active:
+            self._open()
 
     def emit(self, event: str, /, **fields: Any) -> None:
         """Records one event; the time is added.
@@ -64,6 +72,40 @@ class EventLog:
         In the file a float that JSON cannot hold becomes ``"nan"``, ``"inf"`` or ``"-inf"``, which ``float()`` reads.
         """
         record = {"time": time.time(), "event": event, **fields}
+        if self._active:
+            self._tell(record)
+        else:
+            self._waiting.append(record)
+
+    def take_over(self) -> None:
+        """From now on this log is the active one. Harmless when it is already."""
+        if self._active:
+            return
+        self._active = True
+        self._open()
+        there = self._newest_events()
+        for record in self._waiting:
+            if (record["event"], record.get("step")) not in there:
+                self._tell(record)
+        self._waiting.clear()
+
+    def _open(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._written = _whole_lines(self._file)
+            os.ftruncate(self._file, self._written)
+
+    def _newest_events(self) -> set[tuple[str, Any]]:
+        """Kind and step of the last events in the file."""
+        if self._file is None or self._path is None:
+            return set()
+        tail = os.pread(self._file, _TAIL_BYTES, max(0, self._written - _TAIL_BYTES))
+        lines = tail.split(b"\n")[0 if self._written <= _TAIL_BYTES else 1 :]
+        events = [json.loads(line) for line in lines if line.startswith(b"{")]
+        return {(event["event"], event.get("step")) for event in events}
+
+    def _tell(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._append(self._file, json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
         for sink in list(self._sinks):

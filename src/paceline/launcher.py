@@ -68,13 +68,12 @@ def launch(fn: Callable[..., T], *args: Any, workers: int | None = None) -> list
         folder = Path(name)
         file = folder / "function"
         file.write_bytes(json.dumps(sys.path).encode() + b"\n" + _packed(fn, args))
-        command = [sys.executable, "-m", "paceline.worker", "function", os.fspath(file)]
-        outcome = run_workers(command, workers)
+        outcome = run_workers(["function", os.fspath(file)], workers)
         if outcome.exit_code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         if outcome.failure is not None or outcome.exit_code != EXIT_DONE:
             raise WorkerError(outcome.failure or f"the workers were stopped with code {outcome.exit_code}")
-        return [_unpacked(folder / f"returned-{rank}") for rank in range(workers)]
+        return [_unpacked(folder / f"returned-{member}") for member in outcome.members]
 
 
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -121,6 +121,12 @@ class Progress:
         else:
             self._say(f"step {event['step']}  saved {event['path']} ({event['seconds']:.1f} s)", style="dim")
 
+    def _show_membership(self, event: Mapping[str, Any]) -> None:
+        if self._live is not None and not self._live.is_started:
+            self._live.start()  # the worker that showed the run so far is gone
+        workers = "1 worker goes" if event["workers"] == 1 else f"{event['workers']} workers go"
+        self._say(f"{event['cause']}; {workers} on after {event['seconds']:.2f} s", style="yellow")
+
     def _show_passed_over(self, event: Mapping[str, Any]) -> None:
         self._say(f"passed over {event['what']}: {event['why']}", style="yellow")
 
@@ -149,19 +155,15 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(directory))
-        except ImportError:
-            warn("execution.tensorboard is on, but tensorboard is not installed: pip install 'paceline[tensorboard]'.")
-        except OSError as error:
-            warn(f"cannot write for TensorBoard to {directory}: {error.strerror}. The run goes on without.")
+        self._opened = False
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Writes the numbers of a step or an evaluation."""
         prefix = {"step": "train", "evaluate": "held_out"}.get(event["event"])
+        if prefix is not None and not self._opened:
+            self._open()
         if self._writer is None or prefix is None:
             return
         for name, value in event.items():
@@ -174,6 +176,18 @@ class TensorBoard:
         """Writes what is pending."""
         if self._writer is not None:
             self._writer.close()
+
+    def _open(self) -> None:
+        """At the first event: of all workers only the one that tells shall make files."""
+        self._opened = True
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory))
+        except ImportError:
+            warn("execution.tensorboard is on, but tensorboard is not installed: pip install 'paceline[tensorboard]'.")
+        except OSError as error:
+            warn(f"cannot write for TensorBoard to {self._directory}: {error.strerror}. The run goes on without.")
 
 
 @contextlib.contextmanager

@@ -15,38 +15,39 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
-from paceline.agreement import agreed_digest, check_data, check_exchange, check_recipe, check_samples, one_content
+from paceline.agreement import agreed_digest, check_recipe, check_samples
 from paceline.callsite import calling
 from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
 from paceline.data.loader import Loader, sample_count
 from paceline.data.order import Plan
 from paceline.determinism import autocast, configure_process, content_digest, resolve_device, seed_by
-from paceline.errors import ConfigError, PacelineError, UsageError
-from paceline.events import EventLog, Sink
-from paceline.lanes import lanes_of, most_lanes
+from paceline.errors import ConfigError, PacelineError, RunStopped, UsageError
+from paceline.events import EventLog, Sink, warn
+from paceline.faults import Faults
+from paceline.lanes import lanes_of
+from paceline.loop import Loop, TrainStep
 from paceline.member import Member
+from paceline.membership import FailoverTeam
 from paceline.metrics import Metric
 from paceline.metrics.over_lanes import LaneMetrics, add, computed
-from paceline.reduction.buffers import LaneBuffers
-from paceline.reduction.reducer import Reducer
 from paceline.saving import Saves, checked_resume, claim
-from paceline.step import Done, Policy, Signals, Step
-from paceline.team import SoloTeam, TorchTeam
+from paceline.signals import obeying_signals
+from paceline.step import Done, Signals, Step
+from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.tracked import Tracked
 from paceline.worker import at_exit, tell_uncaught_errors
 
 __all__ = ["Run"]
 
 T = TypeVar("T")
-TrainStep = Callable[[Step], None]
 Collate = Callable[[list[Any]], Any]
 
 
@@ -109,39 +110,59 @@ class Run(Member):
         self.device = resolve_device(recipe.device, here.local_rank if here else 0)
         self.recipe = dataclasses.replace(recipe, device="cuda" if self.device.type == "cuda" else "cpu")
         configure_process(threads=recipe.threads, device=self.device)
-        resume = checked_resume(resume, self.execution) or ("auto" if env.restarts() else "never")
-        super().__init__(
-            SoloTeam(self.device, recipe.threads)
-            if here is None or world_size == 1
-            else TorchTeam(here, self.device, threads=recipe.threads, timeout_s=self.execution.timeout_s)
-        )
-        tell_uncaught_errors(alone=world_size == 1)  # torch.distributed has put its own way in the place of ours
+        resume = checked_resume(resume, self.execution) or "never"
+        if resume == "never" and env.restarts():
+            resume = "auto"
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
+        self._stop_requested = 0
+        super().__init__(self._join(here))
+        tell_uncaught_errors(alone=world_size == 1)  # torch.distributed has put its own way in the place of ours
+        self.team.faults = Faults.parse(self.execution.faults)
+        self.team.fault_marks = self.run_dir / "faults" if self.run_dir else here.report_dir if here else None
         try:
             check_recipe(self.team, self.recipe)
-            self.team.room = 2 * most_lanes(world_size, recipe.lanes)  # a loss and a weight for each
+            self.team.room = 2 * recipe.lanes  # a loss and a weight for each that a worker may come to drive
             if self.run_dir is not None:
                 claim(self.run_dir, resume, self.team)
         except PacelineError:
             self.team.close()
             raise
-        self.events = EventLog(
-            self.run_dir / "events.jsonl" if self.run_dir and self.is_main else None, sinks if self.is_main else ()
-        )
+        self.events = EventLog(self.run_dir / "events.jsonl" if self.run_dir else None, sinks, active=self.is_main)
+        self._told = bool(sinks)
         self.position = 0
         self.stopped: int | None = None
         self.saved: Path | None = None
         self._resume, self._about = resume, dict(about or {})
         self._tracked = Tracked()
-        self._stop_requested = 0
-        self._step: Step | None = None
+        self._loop: Loop | None = None
         self._metrics: dict[str, float] = {}
         self._data: dict[str, Any] | None = None
         self._data_of = "that of the steps before"
         self._saves = Saves(self.run_dir, self.execution, self.team, self.events) if self.run_dir else None
         self._closed = False
         self._forget_exit = at_exit(self.close)
+        if isinstance(self.team, FailoverTeam):
+            self.team.state, self.team.on_formed = _Shared(self), self._on_formed
         seed_by(recipe.seed, "model")
+
+    def _join(self, here: env.WorkerEnv | None) -> Team:
+        threads, timeout_s = self.recipe.threads, self.execution.timeout_s
+        if here is not None and here.link is not None:
+            on_loss = self.execution.on_loss
+            if on_loss == "auto":
+                on_loss = "replace" if self.device.type == "cpu" else "restart"
+            settings = {
+                "on_loss": on_loss,
+                "hang_after_s": self.execution.hang_after_s,
+                "timeout_s": timeout_s,
+                "run_dir": str(self.run_dir.resolve()) if self.run_dir else None,
+            }
+            return FailoverTeam(
+                here, self.device, threads=threads, timeout_s=timeout_s, settings=settings, on_stop=self._note_stop
+            )
+        if here is not None and here.world_size > 1:
+            return TorchTeam(here, self.device, threads=threads, timeout_s=timeout_s)
+        return SoloTeam(self.device, threads)
 
     def track(self, **objects: Any) -> None:
         """Names what a step changes: modules, optimizers, schedulers, anything with ``state_dict`` and
@@ -221,57 +242,35 @@ class Run(Member):
     def _steps(
         self, dataset: Dataset[Any], train_steps: Sequence[TrainStep], collate: Collate | None, call: str
     ) -> Iterator[tuple[Done, ...]]:
-        plan = Plan.of(self.recipe, sample_count(dataset))
-        self._begin(call)
-        self._tracked.begin_steps(self.recipe.micro_batch)
-        length = self.length(dataset)
-        last = min(length, self.execution.stop_at or length)
-        reducer = Reducer(
-            self.team,
-            self._tracked.parameters(),
-            lanes=self.recipe.lanes,
-            bucket_bytes=int(self.execution.bucket_mib * 2**20),
-            gradients=self.recipe.gradients,
-            compress=self.recipe.compress,
-            overlap=self.execution.overlap,
+        loop = Loop(
+            dataset,
+            train_steps,
+            recipe=self.recipe,
+            execution=self.execution,
+            team=self.team,
+            tracked=self._tracked,
+            loader=self._loader(dataset, collate),
+            position=self.position,
+            call=call,
         )
-        buffers = LaneBuffers(self._tracked.modules)
-        policy = Policy(on_nonfinite=self.recipe.on_nonfinite, skip_loss_above=self.recipe.skip_loss_above)
-        at, steps = self.position, range(self.position, last)
-        loader = self._loader(dataset, collate)
-        batches = loader.train(plan, reducer.lanes, steps, phases=len(train_steps), probe=True)
+        self._begin(call)
+        loop.position = self.position
         with ExitStack() as stack:
-            stack.callback(setattr, self, "_step", None)
-            stack.callback(reducer.close)
-            stack.enter_context(closing(batches))
+            stack.enter_context(loop)
             stack.enter_context(self._tracked.optimizers_held(lambda: self._step is not None and self._step.updating))
-            check_exchange(self.team, reducer.layout, call)
-            probes = {content_digest(next(batches)) for _ in range(loader.probes)}
-            data = {"samples": plan.samples, "content": one_content(probes)}
-            check_data(self.team, data, self._data, self._data_of, call)
-            self._data, self._data_of = data, "that of the steps before"
-            while self.position < last and self.stopped is None:
-                self._expect_position(at)
-                phases: list[Done] = []
-                for phase, train_step in enumerate(train_steps):
-                    step = Step(
-                        number=self.position,
-                        phase=phase,
-                        plan=plan,
-                        batches=batches,
-                        reducer=reducer,
-                        buffers=buffers,
-                        team=self.team,
-                        policy=policy,
-                        signals=Signals(
-                            stop=self._stop_requested, save_failed=bool(self._saves and self._saves.failed())
-                        ),
-                        tracked=self._tracked.ids,
-                    )
-                    self._step = step
-                    phases.append(step.run(train_step))
-                    self._step = None
-                self.position = at = phases[-1].step
+            stack.enter_context(obeying_signals(self.request_stop, keyboard=env.read() is not None))
+            loop.deal(probe=True)
+            self._data = loop.check_alike(self._data, self._data_of)
+            self._data_of = "that of the steps before"
+            outer, self._loop = self._loop, loop
+            stack.callback(setattr, self, "_loop", outer)
+            if not self.team.enter_loop():
+                return
+            stack.callback(self.team.leave_loop)
+            while loop.position < loop.last:
+                self._expect_position(loop.position)
+                phases = loop.take_step(self._signals)
+                self.position = loop.position
                 self._metrics = {}
                 if self._saves and any(done.save_failed for done in phases):
                     self._saves.raise_failure()
@@ -280,12 +279,35 @@ class Run(Member):
                         told = {"phase": phase, "loss": done.loss, "grad_norm": done.grad_norm}
                         self.events.emit("skipped", step=done.step, **told)
                 self._log_digest(phases)
+                self.team.pulse.enter("body")
+                self.team.fire("body", step=loop.position)
                 yield tuple(phases)
-                self.stopped = max(done.stop for done in phases) or None
-                if self.position == last or self.stopped:
+                stop = max(done.stop for done in phases)
+                if loop.position == loop.last or stop:
                     self.save()
-                elif self.execution.checkpoint_every and self.position % self.execution.checkpoint_every == 0:
+                elif self.execution.checkpoint_every and loop.position % self.execution.checkpoint_every == 0:
                     self.save(wait=not self.execution.async_checkpoint)
+                if stop:
+                    self._stop(stop)
+                if any(done.candidate for done in phases) and loop.position < loop.last:
+                    self.team.admit()
+
+    @property
+    def _step(self) -> Step | None:
+        """The step at work."""
+        return None if self._loop is None else self._loop.step
+
+    def _signals(self) -> Signals:
+        """What this worker has to tell the others in a step."""
+        return Signals(
+            stop=self._stop_requested,
+            save_failed=bool(self._saves and self._saves.failed()),
+            candidate=self.team.candidate,
+        )
+
+    def _stop(self, exit_code: int) -> NoReturn:
+        self.stopped = exit_code
+        raise RunStopped(exit_code)
 
     def _expect_position(self, at: int) -> None:
         """That this loop over `steps` has taken the last step: its loader goes on from there."""
@@ -322,21 +344,39 @@ class Run(Member):
         samples = sample_count(dataset)
         call = calling("run.evaluate")
         self._begin(call)
-        lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
-        mine: LaneMetrics = {}
-        try:
-            batches = self._loader(dataset, collate).evaluate(
-                samples, self.recipe.micro_batch, lanes, self.recipe.lanes
-            )
-            with torch.no_grad(), self._tracked.evaluating(), closing(batches):
+        loader, mine = self._loader(dataset, collate), LaneMetrics()
+
+        def measure() -> tuple[int, LaneMetrics, int]:
+            """The lanes of this worker, which may be others when a worker is lost; those measured already are kept."""
+            lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
+            todo, at = [lane for lane in lanes if lane not in mine], LaneMetrics()
+            with closing(loader.evaluate(samples, self.recipe.micro_batch, todo, self.recipe.lanes)) as batches:
                 for lane, number, batch in batches:
+                    if lane not in at:
+                        mine.update(at)  # the lane before is whole
+                        at.clear()
+                    self.team.check()
+                    if self._stop_requested:  # an evaluation can outlast a grace period
+                        return samples, {}, self._stop_requested
+                    self.team.pulse.enter("evaluate", lane=lane)
+                    self.team.fire("evaluate", step=self.position, lane=lane)
                     seed_by(self.recipe.seed, "evaluate", number)
-                    add(mine, lane, metrics(batch))
+                    add(at, lane, metrics(batch))
+            mine.update(at)
+            return samples, {lane: mine[lane] for lane in lanes if lane in mine}, 0
+
+        try:
+            with torch.no_grad(), self._tracked.evaluating():
+                everyone = self.team.agree(measure, call)
         finally:
             seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
-        everyone = self.team.gather((samples, mine), call)
-        check_samples([theirs for theirs, _ in everyone])
-        scores = computed([theirs for _, theirs in everyone], self.recipe.lanes)
+            self.team.pulse.enter("body")
+        check_samples([theirs for theirs, _, _ in everyone])
+        if stop := max(stop for _, _, stop in everyone):
+            if self.position:
+                self.save()
+            self._stop(stop)
+        scores = computed([theirs for _, theirs, _ in everyone], self.recipe.lanes)
         self.note_metrics(scores)
         return scores
 
@@ -379,7 +419,8 @@ class Run(Member):
         return agreed_digest(self.team, self._tracked.states(), call)[0]
 
     def request_stop(self, exit_code: int) -> None:
-        """Asks the whole team to save and stop after the step at work. Safe in a signal handler; not collective.
+        """Asks the whole team to save and stop after the step at work, or in the middle of an evaluation, by
+        `RunStopped`: the program ends with that exit code. Safe in a signal handler; not collective.
 
         Raises:
             UsageError: an exit code that is none, 1 to 255.
@@ -391,6 +432,10 @@ class Run(Member):
                 needed="1 to 255",
                 fix="Use 75: preempted, resumable",
             )
+        self._note_stop(exit_code)
+        self.team.spread_stop(exit_code)
+
+    def _note_stop(self, exit_code: int) -> None:
         self._stop_requested = max(self._stop_requested, exit_code)
 
     def close(self) -> None:
@@ -405,8 +450,11 @@ class Run(Member):
             return
         with closing(self.team):
             try:
-                failed = self._saves is not None and self._saves.finished()
-                if any(self.team.gather(failed, calling("the end of the run"))) and self._saves is not None:
+                self.team.pulse.enter("end")
+                failed = self.team.agree(
+                    lambda: self._saves is not None and self._saves.finished(), calling("the end of the run")
+                )
+                if any(failed) and self._saves is not None:
                     self._saves.raise_failure()
             finally:
                 self._close_files()
@@ -474,6 +522,29 @@ class Run(Member):
         self._metrics = dict(loaded.metrics)
         return True
 
+    def _on_formed(self) -> None:
+        """In a new generation, before what was at work is done again. Not collective."""
+        if self.is_main:
+            self.events.take_over()
+        if self._saves is not None and self._saves.take_over():
+            self._saves.save_again(self.position, self._snapshot, self.identity)
+        assert isinstance(self.team, FailoverTeam) and self.team.generation is not None
+        generation = self.team.generation
+        if generation.cause == "left":
+            return
+        fields = {
+            "generation": generation.number,
+            "cause": generation.told,
+            "workers": self.world_size,
+            "lost": generation.lost,
+            "joined": generation.joined,
+            "step": self.position,
+            "seconds": round(self.team.seconds, 3),
+        }
+        self.events.emit("membership", **fields)
+        if self.is_main and not self._told:
+            warn("{cause}; {workers} go on after {seconds} s".format(**fields))
+
     def _snapshot(self) -> Snapshot:
         return Snapshot.take(
             step=self.position, states=self._tracked.states(), position={"data": self._data}, metrics=self._metrics
@@ -497,3 +568,26 @@ class Run(Member):
         whole, tensors = agreed_digest(self.team, self._tracked.states(), f"the digest of step {step}")
         lanes = [loss.hex() for done in phases for loss in done.lane_losses]
         self.events.emit("digest", step=step, digest=whole, lanes=lanes, tensors=tensors)
+
+
+class _Shared:
+    """What a worker that is behind, or new, takes over of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def pack(self) -> Any:
+        run = self._run
+        phases = run._loop.phases if run._loop is not None else []
+        return run._tracked.states(), run.position, phases, run._metrics, run._data, run.saved
+
+    def unpack(self, packed: Any) -> None:
+        run = self._run
+        states, position, phases, metrics, data, saved = packed
+        run._tracked.load(states)
+        run.position, run._metrics, run._data, run.saved = position, metrics, data, saved
+        if run._loop is not None:
+            run._loop.position, run._loop.phases = run.position, phases
+
+    def digest(self) -> str:
+        return content_digest(self._run._tracked.states())

@@ -47,12 +47,17 @@ def claim(run_dir: Path, resume: Resume, team: Team) -> None:
         ConfigError: as `prepare_run_dir`; on the other workers a `TeamError`, its echo.
     """
     refusal: ConfigError | None = None
-    if team.rank == 0:
-        try:
-            prepare_run_dir(run_dir, resume)
-        except ConfigError as error:
-            refusal = error
-    if any(team.gather(refusal is not None, "paceline.Run")):
+
+    def look() -> bool:
+        nonlocal refusal
+        if team.rank == 0:
+            try:
+                prepare_run_dir(run_dir, resume)
+            except ConfigError as error:
+                refusal = error
+        return refusal is not None
+
+    if any(team.agree(look, "paceline.Run")):
         raise refusal or TeamError("worker 0 refused the run directory", fix="See its error")
 
 
@@ -62,11 +67,25 @@ class Saves:
     def __init__(self, run_dir: Path, execution: Execution, team: Team, events: EventLog) -> None:
         self._run_dir, self._team, self._events = run_dir, team, events
         self._store = Store(run_dir / "checkpoints", keep=execution.keep, keep_best=execution.keep_best)
-        # A disk that hangs is this worker's error before the others' wait for it is theirs.
-        self._writer = Writer(self._store, timeout_s=execution.timeout_s / 2) if team.rank == 0 else None
+        self._timeout_s = execution.timeout_s
+        self._writer: Writer | None = None
         self._step = 0
+        self.take_over()
         self._newest: Path | None = None
         self._failure: CheckpointError | None = None
+
+    def take_over(self) -> bool:
+        """Whether this worker has become worker 0, and writes from now on. Not collective."""
+        if self._writer is not None or self._team.rank != 0:
+            return False
+        # A disk that hangs is this worker's error before the others' wait for it is theirs.
+        self._writer = Writer(self._store, timeout_s=self._timeout_s / 2)
+        return True
+
+    def save_again(self, step: int, take: Callable[[], Snapshot], identity: Identity) -> None:
+        """Begins anew what a lost worker 0 may have left unfinished, if the state is still that of ``step``."""
+        if self._step == step and step and not self._store.has(step):
+            self._begin(step, take, identity)
 
     def load(self, identity: Identity, resume: Resume, call: str) -> Loaded | None:
         """The newest good checkpoint if there is one and ``resume`` allows it, the same on all workers. Collective.
@@ -74,7 +93,8 @@ class Saves:
         Raises:
             CheckpointError: the workers see other checkpoints, or there is none and ``resume`` is ``must``.
         """
-        loaded = None if resume == "never" else self._store.load(identity)
+        # What a worker loads that takes a lost one's place is the others' state.
+        loaded = None if resume == "never" or self._team.replaying else self._store.load(identity)
         found = self._team.gather((loaded.step, loaded.path.name) if loaded else None, call)
         if len(set(found)) > 1:
             raise CheckpointError(
@@ -83,7 +103,7 @@ class Saves:
                 needed="one run directory that all workers share",
                 fix="Put the run directory on a shared file system",
             )
-        if loaded is None and resume == "must":
+        if found[0] is None and resume == "must":
             raise CheckpointError(
                 "cannot resume",
                 found=f"no checkpoint in {self._run_dir}",
@@ -107,20 +127,30 @@ class Saves:
         Raises:
             CheckpointError: it could not be written; on the other workers a `TeamError`, its echo.
         """
-        if self._writer is not None:
-            try:
-                self._step = step
-                self._writer.start(take(), identity)
-                if wait:
-                    self._writer.wait()
-            except CheckpointError as error:  # raised when the others know of it too
-                self._note_failure(error)
+        self._step = step
         if not wait:
+            self._begin(step, take, identity)
             return None
-        failed, path = self._team.gather((self.failed(), self._newest), call)[0]
+
+        def write() -> tuple[bool, Path | None]:
+            before = self._team.pulse.enter("save")
+            self._begin(step, take, identity)
+            failed = self.finished()
+            self._team.pulse.enter(before)
+            return failed, self._newest
+
+        failed, path = self._team.agree(write, call)[0]
         if failed:
             self.raise_failure()
         return path
+
+    def _begin(self, step: int, take: Callable[[], Snapshot], identity: Identity) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.start(take(), identity)
+            except CheckpointError as error:  # raised when the others know of it too
+                self._note_failure(error)
+            self._team.fire("save", step=step)
 
     def failed(self) -> bool:
         """On the worker that writes: whether a save has failed. Notes those that went well in the log."""

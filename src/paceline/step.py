@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NoReturn, SupportsFloat
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.data.order import Plan
 from paceline.determinism import seed_by
 from paceline.errors import NonFiniteError, UsageError
+from paceline.mistakes import check_loss, checked_weight, known_mistake
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import LOSS, WEIGHT, Reducer
 from paceline.reduction.tree import total
@@ -40,6 +41,8 @@ class Signals:
     """Exit code with which the run should stop after this step, 0 to go on."""
     save_failed: bool = False
     """The last checkpoint could not be written."""
+    candidate: bool = False
+    """A worker waits to be let in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class Done:
         lane_losses: summed loss of each lane.
         stop: the largest `Signals.stop` of all workers.
         save_failed: some worker's.
+        candidate: some worker's.
     """
 
     step: int
@@ -73,6 +77,7 @@ class Done:
     lane_losses: tuple[float, ...]
     stop: int
     save_failed: bool
+    candidate: bool
 
 
 class Step:
@@ -112,7 +117,7 @@ class Step:
         self._state: Literal["new", "batch", "failed", "between", "reduced", "updated"] = "new"
         self._row, self._last = 0, False
         self._table: list[list[float]] = []
-        self._stop, self._save_failed = 0, False
+        self._stop, self._save_failed, self._candidate = 0, False, False
         self._grad_norm = 0.0
         self._lr = 0.0
         self._skipped, self._used = False, False
@@ -124,12 +129,15 @@ class Step:
             "one loop over the step",
             "Keep the batches of the first loop if you need them again",
         )
+        self._team.pulse.call(self._name)
         self._reducer.begin_step(self._name)
         self._buffers.begin_step()
         for row, lane in enumerate(self._reducer.lanes):
             self._reducer.begin_lane(lane)
             micro_batches = self._plan.micro_batches(self.number, lane)
             for micro in range(micro_batches):
+                self._team.check()
+                self._team.pulse.enter("load", step=self.number + 1, phase=self.phase, lane=lane)
                 # Before the seed: loading in this process draws random numbers too.
                 batch = self._ahead.popleft() if self._ahead else next(self._batches)
                 seed_by(self._plan.seed, "train", self.number, self.phase, lane, micro)
@@ -137,6 +145,8 @@ class Step:
                 self._last = lane == self._reducer.lanes[-1] and micro == micro_batches - 1
                 self._state = "batch"
                 self._team.within = self._name
+                self._team.pulse.enter("compute")
+                self._team.fire("step", step=self.number + 1, lane=lane)
                 yield batch
                 self._team.within = None
                 self._expect(
@@ -148,7 +158,9 @@ class Step:
             if micro_batches:
                 self._buffers.end_lane(lane)
         self._state = "between"
+        self._team.fire("exchange", step=self.number + 1)
         self._reduce()
+        self._team.pulse.enter("update")
         # For what draws between here and the end of the update, which must be the same on every worker.
         seed_by(self._plan.seed, "update", self.number, self.phase)
 
@@ -208,8 +220,8 @@ class Step:
             "one call for each micro-batch, in the loop over the step",
             "Add up the losses of a micro-batch, and call it once in each turn of `for batch in step`",
         )
-        _check_loss(loss)
-        counted = _checked_weight(weight)
+        check_loss(loss)
+        counted = checked_weight(weight)
         self._state = "failed"  # until it has gone well: what is counted by halves is never used
         self._reducer.table[self._row, LOSS] += loss.detach()
         self._reducer.table[self._row, WEIGHT] += counted
@@ -261,6 +273,7 @@ class Step:
         if self._decide():
             if max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            self._team.fire("update", step=self.number + 1)
             self.updating = True
             try:
                 for optimizer in optimizers:
@@ -285,7 +298,7 @@ class Step:
             self._team.within = None
             if self._state not in ("new", "updated"):
                 self._buffers.restore()  # a lane may have left its own
-            mistake = _mistake(error, self._name)
+            mistake = known_mistake(error, self._name)
             if mistake is None:
                 raise
             raise mistake.with_traceback(
@@ -313,22 +326,29 @@ class Step:
             lane_losses=losses,
             stop=self._stop,
             save_failed=self._save_failed,
+            candidate=self._candidate,
         )
 
     def _reduce(self) -> None:
         """Ends the exchange with the step's last collective: from here to the end of the update nobody communicates."""
         table = self._reducer.finish()
         mine = torch.tensor(
-            [self._signals.stop, self._signals.save_failed, self._buffers.changed, *self._reducer.used],
+            [
+                self._signals.stop,
+                self._signals.save_failed,
+                self._signals.candidate,
+                self._buffers.changed,
+                *self._reducer.used,
+            ],
             dtype=torch.uint8,
             device=self._team.device,
         )
         ballot = self._team.submit(lambda: self._team.all_gather(mine)).wait().amax(0).cpu()
-        self._stop, save_failed, buffers_changed = ballot[:3].tolist()
-        self._save_failed = bool(save_failed)
+        self._stop, save_failed, candidate, buffers_changed = ballot[:4].tolist()
+        self._save_failed, self._candidate = bool(save_failed), bool(candidate)
         if buffers_changed:
             self._buffers.finish(self._team, self._plan.lanes)
-        used = ballot[3:].bool()
+        used = ballot[4:].bool()
         self._reducer.drop_unused(used)
         self._used = bool(used.any())
         self._table = table.tolist()
@@ -426,62 +446,8 @@ class Step:
         raise UsageError(f"cannot {what}", found=happened, needed=needed, fix=fix)
 
 
-def _mistake(error: BaseException, step: str) -> UsageError | None:
-    """What torch's error in a train step means, where its text does not say it."""
-    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-        return UsageError(
-            f"cannot normalise a micro-batch of {step}",
-            found="BatchNorm over a single value per channel",
-            needed="more samples in each micro-batch, the last of an epoch too",
-            fix="Use a larger recipe.micro_batch, recipe.tail: drop, or GroupNorm, which needs no batch",
-        )
-    if isinstance(error, RuntimeError) and "more than one element of the written-to tensor" in str(error):
-        return UsageError(
-            "cannot count this gradient",
-            found=f"loss.backward() inside {step}",
-            needed="step.backward(loss, weight=...), once for each micro-batch",
-            fix="Add up losses first; for gradients of inputs, as in a penalty, use torch.autograd.grad",
-        )
-    return None
-
-
 def _listed(lanes: Sequence[int]) -> str:
     return ", ".join(map(str, lanes))
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
-        raise UsageError(
-            "cannot run backward",
-            found="a loss without a gradient" if isinstance(loss, Tensor) else f"a loss of type {type(loss).__name__}",
-            needed="a tensor that was computed from the model's parameters",
-            fix="Leave out detach(), item() and no_grad() between the model and the loss",
-        )
-    if loss.dim() != 0:
-        raise UsageError(
-            "cannot run backward",
-            found=f"a loss of shape {tuple(loss.shape)}",
-            needed="a single number, summed over the micro-batch",
-            fix="Use reduction='sum', or loss.sum()",
-        )
-
-
-def _checked_weight(weight: object) -> Any:
-    """Its kind only: whether its value is sound shows when the lanes' weights are added, without a wait for a GPU."""
-    number = weight.dim() == 0 if isinstance(weight, Tensor) else isinstance(weight, SupportsFloat)
-    if not number:
-        shape = f"a weight of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else _kind(weight)
-        raise UsageError(
-            "cannot run backward",
-            found=shape,
-            needed="a single number: how many samples or tokens the loss is a sum over",
-            fix="Pass step.backward(loss, weight=len(batch))",
-        )
-    return weight
-
-
-def _kind(weight: object) -> str:
-    return "no weight" if weight is None else f"a weight of type {type(weight).__name__}"
 
 
 def _number(value: Any) -> Any:

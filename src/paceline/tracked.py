@@ -138,6 +138,18 @@ class Tracked:
             for part, mode in modes:
                 part.training = mode
 
+    def changes(self) -> object:
+        """What is equal only as long as nobody changes parameters, or the state of anything else that a train step can
+        change before its update. Cheap, unlike a digest: torch counts the changes of each tensor."""
+        counts = [parameter._version for module in self.modules.values() for parameter in module.parameters()]
+        others = {
+            name: thing.state_dict()
+            for name, thing in self._objects.items()
+            if not isinstance(thing, nn.Module | torch.optim.Optimizer)
+        }
+        tensors = [(id(tensor), tensor._version) for _, tensor in flatten_state(others)]
+        return counts, tensors, content_digest(others, tensors=False)
+
     def states(self) -> dict[str, Any]:
         """``state_dict()`` of each object."""
         return {name: thing.state_dict() for name, thing in self._objects.items()}

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from paceline.config import Execution, Recipe, Resume
 from paceline.determinism import compile_blocks
-from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, UsageError, did_you_mean
+from paceline.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    ConfigError,
+    RunStopped,
+    UsageError,
+    did_you_mean,
+)
 from paceline.events import Sink, warn
 from paceline.optim import build_optimizer, learning_rate, peak_lr
 from paceline.parsing import Settings, dump
@@ -49,7 +56,7 @@ def train(
         PacelineError: whatever `Run` and the task raise; the checkpoints so far stay good.
     """
     about = {**(about or {}), "data": task.fingerprint()}
-    with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, _obeying_signals(run):
+    with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run:
         model = _built(task).to(run.device)
         run.track(model=model)
         peak = peak_lr(recipe.optimizer, recipe.batch)
@@ -71,19 +78,18 @@ def train(
 
         reporter.log_scaling()
         model.train()
-        for done in run.steps(data, train_step, collate=task.collate):
-            reporter.log(done)
-            reporter.evaluate(done)
+        with suppress(RunStopped):  # told in the result
+            for done in run.steps(data, train_step, collate=task.collate):
+                reporter.log(done)
+                reporter.evaluate(done)
         return reporter.finish()
 
 
-def train_settings(settings: Settings, *, resume: Resume, is_main: bool) -> int:
+def train_settings(settings: Settings, *, resume: Resume) -> int:
     """`train` as `paceline train` does it: shown on standard output, and ``config.yaml`` written. Collective."""
-    sinks: list[Sink] = []
-    if is_main:
-        sinks = [_ConfigFile(settings), Progress()]
-        if settings.execution.tensorboard:
-            sinks.append(TensorBoard(settings.run_dir / "tensorboard"))
+    sinks: list[Sink] = [_ConfigFile(settings), Progress()]
+    if settings.execution.tensorboard:
+        sinks.append(TensorBoard(settings.run_dir / "tensorboard"))
     task = settings.task.make()
     arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
     about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
@@ -230,20 +236,3 @@ class _Reporter:
 
     def _restart_clock(self) -> None:
         self._begun, self._samples = time.perf_counter(), 0
-
-
-@contextmanager
-def _obeying_signals(run: Run) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 (preemption) and Ctrl-C: save after the step at work and stop; the second ends at once."""
-    codes = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGUSR1: EXIT_PREEMPTED, signal.SIGINT: EXIT_INTERRUPTED}
-
-    def handler(number: int, _: object) -> None:
-        run.request_stop(codes[signal.Signals(number)])
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, handler) for number in codes}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -3,6 +3,7 @@
     python -m paceline.worker script PATH ARGS...     a script of the user's, as `python PATH ARGS...` would
     python -m paceline.worker module NAME ARGS...     a module, as `python -m NAME ARGS...` would
     python -m paceline.worker function FILE           a function handed over by `paceline.launch`
+    python -m paceline.worker train ARGS...           `paceline train ARGS...`
 
 A failure goes to the supervisor as a report, or to standard error under another launcher: a mistake in four beats with
 the line of the user's code, anything else with its traceback. Then the process ends at once, since threads and
@@ -76,7 +77,7 @@ def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
         print(f"paceline: {who}{text}", file=sys.stderr, flush=True)
         time.sleep(_ECHO_S if kind == "echo" else 0)
     else:
-        replace_text(report_dir / f"worker-{rank}.json", json.dumps(told))
+        replace_text(report_dir / f"worker-{_member()}.json", json.dumps(told))
     return exit_code
 
 
@@ -157,9 +158,13 @@ def _call_function(file: Path) -> int:
             needed="something that can be pickled",
             fix="Return numbers, text, tensors, or lists and dicts of them",
         ) from error
-    here = env.read()
-    (file.parent / f"returned-{here.rank if here else 0}").write_bytes(packed)
+    (file.parent / f"returned-{_member()}").write_bytes(packed)
     return EXIT_DONE
+
+
+def _member() -> int:
+    here = env.read()
+    return here.member if here else 0
 
 
 def _exit_code(ending: SystemExit) -> int:
@@ -179,7 +184,12 @@ def _users_traceback(error: BaseException) -> str:
 
 
 def main(words: list[str]) -> int:
-    what, path, *rest = words
+    what, *rest = words
+    if what == "train":
+        from paceline.cli import main as command
+
+        return command(words)
+    path, *rest = rest
     body: dict[str, Callable[[], int]] = {
         "script": lambda: _run_script(path, rest, module=False),
         "module": lambda: _run_script(path, rest, module=True),

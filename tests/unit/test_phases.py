@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.config import Execution, Recipe
-from paceline.errors import NonFiniteError, UsageError
+from paceline.errors import NonFiniteError, RunStopped, UsageError
 from paceline.run import Run
 from paceline.step import Done, Step
 from paceline.team import Team, ThreadTeam
@@ -171,7 +171,9 @@ def test_a_stop_that_comes_in_a_phase_waits_for_the_others(process_state: None) 
                 run.request_stop(75)
             pair.d_step(step)
 
-        done = list(run.steps(Noisy(), d_step, pair.g_step))
+        done = []
+        with pytest.raises(RunStopped, match="75"):
+            done.extend(run.steps(Noisy(), d_step, pair.g_step))
         assert [[one.step for one in phases] for phases in done] == [[1, 1], [2, 2]]
         assert run.stopped == 75
 

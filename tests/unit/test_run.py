@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline.checkpoint import Store
 from paceline.config import Execution, Recipe
-from paceline.errors import CheckpointError, ConfigError, NonFiniteError, UsageError
+from paceline.errors import CheckpointError, ConfigError, NonFiniteError, RunStopped, UsageError
 from paceline.events import read_events
 from paceline.run import Run
 from paceline.step import Done, Step
@@ -113,10 +113,11 @@ def test_a_requested_stop_ends_after_the_next_step_with_a_checkpoint(tmp_path: P
     with Run(RECIPE, execution(tmp_path)) as run:
         trained = Trained(run)
         seen = []
-        for done in run.steps(DATA, trained.step):
-            seen.append(done.step)
-            if done.step == 2:
-                run.request_stop(75)
+        with pytest.raises(RunStopped, match="75"):
+            for done in run.steps(DATA, trained.step):
+                seen.append(done.step)
+                if done.step == 2:
+                    run.request_stop(75)
         assert seen == [1, 2, 3]
         assert run.stopped == 75
     assert (tmp_path / "checkpoints" / "step-00000003").is_dir()

@@ -161,6 +161,10 @@ class Store:
             fix="Restore one from a copy, or start afresh in another run directory",
         )
 
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of that many finished steps is committed."""
+        return any(name.step == step for name in self._names())
+
     def _names(self) -> list[Name]:
         """Committed checkpoints, oldest first."""
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -73,14 +72,14 @@ def train(words: list[str]) -> int:
         return _supervise_training(words)
     from paceline.worker import work
 
-    return work(lambda: _train_as_worker(words, here))
+    return work(lambda: _train_as_worker(words))
 
 
-def _train_as_worker(words: list[str], here: env.WorkerEnv) -> int:
+def _train_as_worker(words: list[str]) -> int:
     from paceline.train import train_settings
 
     settings, resume, _ = _read_train(words)
-    return train_settings(settings, resume=resume, is_main=here.rank == 0)
+    return train_settings(settings, resume=resume)
 
 
 def _supervise_training(words: list[str]) -> int:
@@ -94,8 +93,7 @@ def _supervise_training(words: list[str]) -> int:
         return EXIT_DONE
     workers = resolve_workers(settings.recipe, settings.execution)
     prepare_run_dir(settings.run_dir, resume)
-    command = [sys.executable, "-m", "paceline", "train", *words]
-    return supervise(command, workers, record=settings.run_dir / "workers.json")
+    return supervise(["train", *words], workers, record=settings.run_dir / "workers.json")
 
 
 def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:
@@ -117,7 +115,7 @@ def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:
                 raise ConfigError(
                     "cannot read --resume", found=value, needed=" or ".join(modes), fix=did_you_mean(value, modes)
                 )
-            resume = value  # type: ignore[assignment]
+            resume = value if value != "never" or not env.restarts() else "auto"  # type: ignore[assignment]
         elif word in ("--print_config", "--print-config"):
             print_config = True
         else:
@@ -173,7 +171,7 @@ def launch(words: list[str]) -> int:
     from paceline.supervisor import default_workers, supervise
 
     kind = "module" if module else "script"
-    return supervise([sys.executable, "-m", "paceline.worker", kind, script, *arguments], workers or default_workers())
+    return supervise([kind, script, *arguments], workers or default_workers())
 
 
 def verify(words: list[str]) -> int:

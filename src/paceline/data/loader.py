@@ -109,9 +109,10 @@ class Loader:
         """Enough for one loader worker to read the same samples twice."""
 
     def train(
-        self, plan: Plan, lanes: range, steps: range, *, phases: int = 1, probe: bool = False
+        self, plan: Plan, lanes: range, steps: range, *, phases: int = 1, done_phases: int = 0, probe: bool = False
     ) -> Generator[Any, None, None]:
-        """The micro-batches of ``lanes``, lane by lane, phase by phase, step by step.
+        """The micro-batches of ``lanes``, lane by lane, phase by phase, step by step; of the first step without its
+        ``done_phases``.
 
         Before them, if asked for, ``probes`` times the same probe: a micro-batch of samples from all over the dataset,
         to compare the data by, the same on every worker, in every run, and each time it is read. It comes through the
@@ -122,17 +123,20 @@ class Loader:
         batches = (
             [(plan.epoch_of(step), int(index)) for index in indices]
             for step in steps
-            for _ in range(phases)
+            for _ in range(done_phases if step == steps.start else 0, phases)
             for lane in lanes
             for indices in plan.lane(step, lane)
         )
         return self._load(chain([[(0, int(index)) for index in probed]] * (self.probes if probe else 0), batches))
 
     def evaluate(
-        self, samples: int, micro_batch: int, lanes: range, all_lanes: int
+        self, samples: int, micro_batch: int, lanes: Sequence[int], all_lanes: int
     ) -> Generator[tuple[int, int, Any], None, None]:
-        """(lane, number, micro-batch) of every sample once: micro-batch ``n`` belongs to lane ``n % all_lanes``."""
-        numbers = [n for n in range(-(-samples // micro_batch)) if n % all_lanes in lanes]
+        """(lane, number, micro-batch) of every sample of ``lanes`` once, lane by lane.
+
+        Micro-batch ``n`` belongs to lane ``n % all_lanes``.
+        """
+        numbers = [n for lane in lanes for n in range(lane, -(-samples // micro_batch), all_lanes)]
         batches = self._load(
             [(0, index) for index in range(n * micro_batch, min(samples, (n + 1) * micro_batch))] for n in numbers
         )

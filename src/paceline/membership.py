@@ -1,0 +1,404 @@
+"""A team that goes on when workers are lost, and takes in new ones: generations, meeting, and the copy of state.
+
+A loss ends in `StepAbandoned`, in whatever job meets it first. Who runs into it calls `FailoverTeam.reform`, or
+`agree` does: leave the group, wait for the supervisor to publish the next generation, meet the others at its door,
+connect, and be at one. See DESIGN in the note below.
+
+[Note: at one] Calls of the run and steps are numbered alike on every worker, and each begins with an exchange among
+all. So workers are at most one apart, and whoever has completed most is right: it hands the result of that call to
+those behind, and, in the loop over the steps, its state. That state counts for nothing on a receiver before its digest
+matches: a source may die in the middle of the copy. The step or call at work is then done again by all.
+
+[Note: who joins] A worker that takes a lost one's place runs the user's program from its beginning. Until the loop over
+the steps, the results of calls come from the records that worker 0 leaves in a directory; there it waits. The others
+learn of it by a value that a step reduces anyway, so that all let it in between the same two steps. Loops that the
+others have left already are empty for it, as for a run that is resumed at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.env import WorkerEnv
+from paceline.errors import StepAbandoned, TeamError, UsageError
+from paceline.link import Generation, Link
+from paceline.pulse import Pulse
+from paceline.stacks import dump_on_signal
+from paceline.team import Team, TorchTeam
+from paceline.team.jobs import JobThread
+from paceline.team.packing import packed, packed_apart, unpacked, unpacked_apart
+from paceline.team.processes import refuse_second_group
+from paceline.team.sockets import cut, open_sockets
+from paceline.team.team import sendable
+
+__all__ = ["FailoverTeam", "State"]
+
+T = TypeVar("T")
+
+_POLL_S = 0.02
+_KEYS = "paceline/meeting "
+"""Before its number, in the names of keys in the store."""
+_LOOP = "the end of the loop over the steps"
+"""In place of a call's name."""
+
+
+class State(Protocol):
+    """What a worker that is behind, or new, takes over from one that is ahead."""
+
+    def pack(self) -> Any:
+        """Picklable values, with tensors that are not copied."""
+
+    def unpack(self, packed: Any) -> None:
+        """Takes over what another worker has packed."""
+
+    def digest(self) -> str:
+        """Of all that trains, as it is now."""
+
+
+class FailoverTeam(TorchTeam):
+    """One worker of a team under Paceline's supervisor. Joining is collective.
+
+    Args:
+        env: this worker's place, from the supervisor.
+        link: begins to hear of generations when it is given here.
+        timeout_s: the others must answer within.
+        settings: what the supervisor should know of the run.
+
+    Attributes:
+        generation: of which the group of this team is.
+        state: set by the run before its first step.
+        on_formed: called when a generation has formed, before what was at work is done again.
+        seconds: how long the team was held up by its last change of membership.
+    """
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        device: torch.device,
+        *,
+        threads: int,
+        timeout_s: float,
+        settings: dict[str, Any],
+        on_stop: Callable[[int], None],
+    ) -> None:
+        assert env.link is not None and env.report_dir is not None
+        refuse_second_group()
+        Team.__init__(self, rank=0, world_size=1, local_rank=env.local_rank, device=device, threads=threads)
+        self._env, self._timeout_s = env, timeout_s
+        self.state: State | None = None
+        self.on_formed: Callable[[], None] | None = None
+        self.generation: Generation | None = None
+        self.seconds = 0.0
+        self._member, self._records = env.member, _Records(env.report_dir / "records")
+        self._group_of: int | None = None  # number of the generation whose group is open, or being opened
+        self._others: dict[int, str] = {}  # sockets that were open before it
+        self._abandoned = False
+        self._valid, self._in_loop = True, False
+        self._last: list[bytes] = []
+        self.pulse = Pulse(env.report_dir / f"pulse-{env.member}")
+        dump_on_signal(env.report_dir / f"stacks-{env.member}")
+        self._link = Link(env.link, self.pulse, on_generation=self._on_generation, on_stop=on_stop)
+        self._link.send("hello", **settings)
+        first = self._link.await_generation(None, timeout_s)
+        if self._member in first.members:
+            self.reform()
+        else:
+            self.replaying, self._valid = True, False
+            self.rank, self.world_size = len(first.members), len(first.members) + 1
+
+    @property
+    def candidate(self) -> bool:  # type: ignore[override]
+        """Another worker waits to be let in at the end of a step."""
+        return self._link.candidate
+
+    # Calls of the whole team
+
+    def agree(self, make: Callable[[], T], call: str) -> list[T]:
+        self._refuse_within(call)
+        if self.in_step:
+            return super().agree(make, call)
+        if self.replaying:
+            return [unpacked(theirs) for theirs in self._records.replay(call, self.pulse)]
+        calls = self.calls
+        while self.calls == calls:
+            try:
+                self._last = self._attempt(make, call)
+                self.calls += 1
+            except StepAbandoned:
+                self.reform()  # which may complete it, by what others have
+        if not self._in_loop:
+            self._records.add(call, self._last, write=self.rank == 0)
+        return [unpacked(theirs) for theirs in self._last]
+
+    def _attempt(self, make: Callable[[], object], call: str) -> list[bytes]:
+        self.pulse.call(call)
+        mine = sendable(make())
+        return self.submit(lambda: self._gather_bytes(mine, call)).wait()
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """As `Team.broadcast`; torn by a loss, it can only be begun again with the whole run."""
+        if self.replaying:
+            return  # the whole state will be copied
+        try:
+            super().broadcast(tensors)
+        except StepAbandoned:
+            self.begin_again("a worker was lost while worker 0 handed out its weights")
+
+    def step_done(self) -> None:
+        super().step_done()
+        self._last = []
+
+    def spread_stop(self, exit_code: int) -> None:
+        self._link.send("stop", exit_code=exit_code)
+
+    def check(self) -> None:
+        if self._abandoned:
+            raise StepAbandoned
+
+    # The loop over the steps
+
+    def enter_loop(self) -> bool:
+        if self.replaying:
+            self.pulse.enter("join")
+            if not self._wait_to_be_let_in():
+                return False
+        self._in_loop = True
+        return True
+
+    def leave_loop(self) -> None:
+        if self._in_loop:
+            self._in_loop = False
+            assert self.state is not None
+            self._records.add(_LOOP, [], write=self.rank == 0)
+
+    def admit(self) -> None:
+        before = self.generation
+        self.barrier("the next step")  # all have come here
+        if self.generation is before and before is not None:  # else a worker was lost, and the others step on already
+            self._link.send("admit", number=before.number)
+            self.reform()
+
+    def _wait_to_be_let_in(self) -> bool:
+        """Whether this worker was; false when the others have left the loop."""
+        self._link.send("wait")
+        while not self._link.is_in(self._member):
+            if self._records.peek() == _LOOP:
+                self._records.replay(_LOOP, self.pulse)
+                return False
+            time.sleep(_POLL_S)
+        self.fire("join")
+        self.reform()
+        return True
+
+    # Alone, after losses, there is no group
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0) if self.world_size == 1 else super().all_gather(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.world_size > 1:
+            super().all_reduce(tensor)
+
+    # Membership
+
+    def reform(self) -> None:
+        before = self.pulse.enter("wait")
+        after = None if self.generation is None else self.generation.number
+        while True:
+            self._leave_group()
+            generation = self._link.await_generation(after, self._timeout_s)
+            if self._member not in generation.members:
+                raise TeamError("this worker was given up", found=generation.told, fix="See the supervisor's message")
+            self._link.send("ready", number=generation.number)
+            meeting = self._link.await_go(generation, self._timeout_s)
+            if meeting is None:
+                continue
+            after = generation.number
+            try:
+                self._meet(generation, f"{_KEYS}{meeting}")
+                self._be_at_one()
+            except StepAbandoned:
+                continue
+            break
+        self.generation, self.replaying = generation, False
+        self.formed += 1
+        self._records.catch_up(write=self.rank == 0)
+        self.seconds = time.monotonic() - generation.began_s
+        if self.on_formed is not None:
+            self.on_formed()
+        self.pulse.enter(before)
+
+    def _meet(self, generation: Generation, name: str) -> None:
+        """Connects with the others of ``generation``, in the group ``name``, and returns when all have."""
+        self.rank, self.world_size = generation.members.index(self._member), len(generation.members)
+        self.fire("reform")
+        self._abandoned = False
+        self._others, self._group_of = open_sockets(), generation.number
+        if self._link.superseded(generation.number):  # before there was anything to cut
+            raise StepAbandoned
+        if self.world_size > 1:
+            with self._reaching():
+                store = self._store()
+                self._connect(store, name)
+        self.submit(lambda: self.all_gather(torch.zeros(1, device=self.device))).wait()
+        if self.world_size > 1 and self.rank == 0:
+            with self._reaching():
+                for key in store.list_keys():
+                    if _KEYS in key and not key.startswith(name):
+                        store.delete_key(key)
+
+    def _be_at_one(self) -> None:
+        """See [Note: at one]. Every method of the exchange runs as a job; a loss in it is one more `StepAbandoned`."""
+        mine = torch.tensor([self._valid, self.calls], dtype=torch.float64, device=self.device)
+        rows = self.submit(lambda: self.all_gather(mine)).wait().tolist()
+        valid = [rank for rank, (whole, _) in enumerate(rows) if whole]
+        if not valid:
+            self.begin_again("no worker with a whole state is left")
+        source = max(valid, key=lambda rank: (rows[rank][1], -rank))
+        behind = [rank for rank, (whole, calls) in enumerate(rows) if not whole or calls < rows[source][1]]
+        if not behind:
+            return
+        if self.rank == source:
+            self._give(behind)
+        elif self.rank in behind:
+            self._take(source)
+        self.submit(lambda: self.all_gather(mine)).wait()  # nobody goes on before all are whole
+
+    def _give(self, receivers: list[int]) -> None:
+        state = self.state.pack() if self.state is not None and self._in_loop else None
+        digest = self.state.digest() if self.state is not None and self._in_loop else ""
+        data, tensors = packed_apart({"calls": self.calls, "last": self._last, "state": state, "digest": digest})
+        tensors = [tensor.contiguous() for tensor in tensors]
+        header = packed((data, [(tensor.dtype, tensor.shape) for tensor in tensors]))
+        parcel = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([len(parcel)], device=self.device)
+        full = [tensor.to(self.device) for tensor in tensors if tensor.numel()]
+        self.fire("copy")
+        sends = [(rank, one) for one in (size, parcel, *full) for rank in receivers]
+        self.submit(lambda: self.swap(sends, [])()).wait()
+
+    def _take(self, source: int) -> None:
+        def receive(tensors: list[Tensor]) -> list[Tensor]:
+            self.submit(lambda: self.swap([], [(source, tensor) for tensor in tensors if tensor.numel()])()).wait()
+            return tensors
+
+        (size,) = receive([torch.zeros(1, dtype=torch.int64, device=self.device)])
+        (parcel,) = receive([torch.empty(int(size), dtype=torch.uint8, device=self.device)])
+        data, kinds = unpacked(parcel.cpu().numpy().tobytes())
+        tensors = receive([torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in kinds])
+        self.fire("copy")
+        given = unpacked_apart(data, tensors)
+        if given["state"] is not None:
+            assert self.state is not None
+            self._valid = False
+            self.state.unpack(given["state"])
+            if self.state.digest() != given["digest"]:
+                raise UsageError(
+                    "cannot take over the state of another worker",
+                    found="another state after it was loaded",
+                    needed="objects whose load_state_dict takes over all that their state_dict gives",
+                    fix="Look at the objects of your own that are tracked",
+                )
+            self._valid = True
+        self.calls, self._last = given["calls"], given["last"]
+
+    def _leave_group(self) -> None:
+        """Cuts the group's connections first: the others then wait no longer, see [Note: why sockets are cut]."""
+        self._cut()
+        self._jobs.close()
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._destroy()
+        self._group_of = None
+        self._jobs = JobThread(self._threads)
+
+    def _cut(self) -> None:
+        if self._group_of is None:
+            return
+        if self.device.type == "cuda" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        cut({descriptor: link for descriptor, link in open_sockets().items() if self._others.get(descriptor) != link})
+
+    def _on_generation(self, generation: Generation) -> None:
+        """In the link's thread: what is at work in the group of an earlier generation cannot end any more."""
+        group = self._group_of
+        if generation.cause in ("loss", "reform") and group is not None and group < generation.number:
+            self._abandoned = True
+            self._cut()
+
+    def _lost(self, cause: str) -> BaseException:
+        self._link.send("lost", number=self._group_of, why=cause)
+        return StepAbandoned(cause)
+
+    def close(self) -> None:
+        """The end of the run has been agreed on, or this worker gives up."""
+        super().close()
+        self._link.send("bye")
+        self._link.close()
+
+    def begin_again(self, why: str) -> NoReturn:
+        """Asks for the whole run to be begun again, from its newest checkpoint, and waits for the end."""
+        self._link.send("restart", why=why)
+        time.sleep(self._timeout_s)
+        raise TeamError("cannot go on", found=why, needed="the supervisor to begin again")
+
+
+class _Records:
+    """What the calls before and between the loops over the steps gave, for workers that come later.
+
+    Worker 0 writes; each worker remembers the last, since worker 0 may die before it has.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._count, self._last = directory, 0, b""
+        directory.mkdir(exist_ok=True)
+
+    def add(self, call: str, everyone: list[bytes], *, write: bool) -> None:
+        self._last = packed((call, everyone))
+        self._count += 1
+        self.catch_up(write=write)
+
+    def catch_up(self, *, write: bool) -> None:
+        """Writes the last record if nobody has."""
+        if write and self._last and not self._path(self._count - 1).exists():
+            part = self._directory / f"part-{os.getpid()}"
+            part.write_bytes(self._last)
+            part.replace(self._path(self._count - 1))
+
+    def peek(self) -> str | None:
+        """The call of the next record to replay; ``None``: not yet there."""
+        path = self._path(self._count)
+        return unpacked(path.read_bytes())[0] if path.exists() else None
+
+    def replay(self, call: str, pulse: Pulse) -> list[bytes]:
+        """What ``call`` gave the others, once they have made it.
+
+        Raises:
+            UsageError: they made another one in its place.
+        """
+        before = pulse.enter("join")
+        while (theirs := self.peek()) is None:
+            time.sleep(_POLL_S)
+        if theirs != call:
+            raise UsageError(
+                "cannot take the place of a lost worker",
+                found=f"{call}, where the others had {theirs}",
+                needed="a program that makes the same calls whenever it is run",
+                fix="Take calls of the run out of conditions that depend on the time, files or random numbers; "
+                "or set execution.on_loss: shrink",
+            )
+        everyone: list[bytes] = unpacked(self._path(self._count).read_bytes())[1]
+        self._count += 1
+        pulse.enter(before)
+        return everyone
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:06}"

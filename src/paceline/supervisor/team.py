@@ -1,0 +1,492 @@
+"""One team of workers, from its start to the end of its last worker: watched, mended, handed signals.
+
+[Note: process groups] Each worker leads a process group of its own. So Ctrl-C on a terminal reaches the supervisor
+alone, which hands it on once; and ending a worker ends what it started. A worker dies with its supervisor, even when
+that is killed: the kernel's parent-death signal is set before the worker's program begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import env
+from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_POISONED, EXIT_PREEMPTED, PacelineError
+from paceline.link import decode, encode
+from paceline.pulse import Beat, read_pulse
+from paceline.run_dir import replace_text
+from paceline.stacks import Dumping, collect, new_file, users_line
+from paceline.supervisor.endings import STOPS, Ending, Outcome, conclude, signal_name
+from paceline.supervisor.handed import HandedSignals
+from paceline.supervisor.processes import Process, Template
+from paceline.supervisor.roster import Roster
+from paceline.supervisor.watch import Hang, Watch, Watched, is_stopped, oom_kills
+
+__all__ = ["Deaths", "Job", "Team"]
+
+_GRACE_S = 3.0
+"""After a failure the other workers have this long to end by themselves and say so."""
+_STOPPING_S = 10.0
+"""After a signal workers end together; one that is left alone, such as in the middle of joining, is not waited for."""
+_VERDICT_S = 5.0
+"""Members that cannot reach each other though all of them live are told to meet anew after so long."""
+_TICK_S = 0.05
+_LOOK_S = 0.25
+_POISONED = 3
+_REFORMS = 3
+_REPLACEMENTS = 3
+"""Without one of them having come in."""
+_MESSAGE_BYTES = 1 << 16
+_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that others send. A worker that dies by another one has done it to itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run.
+
+    Args:
+        words: for `paceline.worker`.
+        workers: of a whole team.
+        folder: of the team alone: reports, records, pulses.
+        record: where to write the workers' process ids; ``None``: the run's directory, if it has one.
+        restarts: how often a team has been started for this job before.
+        is_run: the program is known to make a `Run`.
+    """
+
+    words: Sequence[str]
+    workers: int
+    folder: Path
+    record: Path | None
+    restarts: int
+    is_run: bool
+
+
+class Deaths:
+    """Where workers died by their own doing, over all teams of a job."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int | None, int | None], int] = {}
+
+    def poisoned(self, beat: Beat | None) -> bool:
+        """Counts a death; whether that step and lane has now ended as many workers as is enough."""
+        if beat is None or beat.step is None or beat.lane is None or beat.activity not in ("load", "compute"):
+            return False
+        place = (beat.step, beat.lane)
+        self._counts[place] = self._counts.get(place, 0) + 1
+        return self._counts[place] >= _POISONED
+
+
+@dataclass
+class _Worker:
+    """One process, and how it ended."""
+
+    member: int
+    slot: int
+    process: Process
+    pulse: Path
+    hello: bool = False
+    bye: bool = False
+    code: int | None = None
+    ended: float = 0.0
+    by_us: bool = False
+    told: str | None = None
+    early: bool = False
+    """It ended without a failure, and without having come to the end of its run."""
+    lost: bool = False
+    """It was lost, and the others go on without it."""
+
+
+class Team:
+    """Runs ``job`` until all workers have ended.
+
+    Args:
+        store: served on this listening socket to the workers; ``None`` for one worker.
+        signals: what this process has been sent meanwhile.
+
+    Attributes:
+        begin_again: why all that is left of the team had to be ended, to start again from the newest checkpoint.
+        furthest: the furthest step that a worker has come to.
+    """
+
+    def __init__(
+        self, job: Job, template: Template, store: socket.socket | None, signals: HandedSignals, deaths: Deaths
+    ) -> None:
+        self._job, self._template, self._listener, self._signals, self._deaths = job, template, store, signals, deaths
+        self._port = store.getsockname()[1] if store is not None else 1
+        self._store: Process | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._roster = Roster(range(job.workers))
+        self._on_loss = "replace" if job.is_run else None
+        self._run_dir: Path | None = None
+        self._watch = Watch(None, 600.0)
+        self._undecided: list[_Worker] = []
+        self._deadline: float | None = None
+        self._stopping: int | None = None
+        self._failing = False
+        self._poison: PacelineError | None = None
+        self._looked_s = 0.0
+        self._reforms, self._unreachable_s = 0, None  # type: int, float | None
+        self._replacements = 0
+        self._oom = oom_kills()
+        self._history: list[dict[str, object]] = []
+        self.begin_again: str | None = None
+        self.furthest = 0
+
+    def run(self) -> Outcome:
+        """Returns how they ended; with `begin_again` set that is not the end of the job."""
+        try:
+            for slot in range(self._job.workers):
+                self._start(slot)
+            self._note_members()
+            self._serve_store()  # beside the workers
+            while any(worker.code is None for worker in self._workers.values()):
+                self._turn()
+        finally:
+            for worker in self._workers.values():
+                if worker.code is None:
+                    worker.process.kill_group(signal.SIGKILL)
+            for worker in self._workers.values():
+                worker.process.reap()
+            if self._store is not None:
+                self._store.kill_group(signal.SIGKILL)
+                self._store.reap()
+        return self._outcome()
+
+    # What happens
+
+    def _turn(self) -> None:
+        self._hand_on_signals()
+        alive = {worker.process.link.fileno(): worker for worker in self._workers.values() if worker.code is None}
+        ended = [worker.process.pidfd for worker in alive.values()]
+        for descriptor in select.select([*alive, *ended], [], [], _TICK_S)[0]:
+            if descriptor in alive:
+                self._hear(alive[descriptor])
+        for worker in alive.values():
+            code = worker.process.ended()
+            if code is not None:
+                self._hear(worker)  # its last words
+                self._take_end(worker, code)
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._serve_store()
+            self._look_for_hangs(now_s)
+        if self._unreachable_s is not None and now_s > self._unreachable_s + _VERDICT_S:
+            self._mend(now_s)
+        if self._deadline is not None and now_s > self._deadline:
+            self._end_undecided()
+            self._kill_all()
+        if all(w.code is not None or not self._roster.is_member(w.member) for w in self._workers.values()):
+            self._kill_all()  # who waits to be let in waits for nobody
+        self._send()
+
+    def _hear(self, worker: _Worker) -> None:
+        """Takes what a worker has said."""
+        while True:
+            try:
+                message = worker.process.link.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except OSError:
+                return
+            if not message:
+                return
+            kind, fields = decode(message)
+            now_s = time.monotonic()
+            if kind == "hello":
+                worker.hello, worker.bye = True, False
+                self._on_loss = fields["on_loss"]
+                self._run_dir = Path(fields["run_dir"]) if fields["run_dir"] else None
+                if worker.member == 0 and not self._roster.several_runs:
+                    self._watch = Watch(fields["hang_after_s"], fields["timeout_s"])
+                self._roster.hello(worker.member)
+                undecided, self._undecided = self._undecided, []
+                if undecided:
+                    self._deadline = None
+                for lost in undecided:
+                    self._take_loss(lost)
+            elif kind == "ready":
+                formed = self._roster.formed
+                self._roster.ready(worker.member, fields["number"])
+                if self._roster.formed and not formed:
+                    self._unreachable_s = None
+                    self._note_members()
+            elif kind == "lost":
+                if fields["number"] == self._roster.generation.number:
+                    self._unreachable_s = self._unreachable_s or now_s
+            elif kind == "wait":
+                self._replacements = 0
+                self._roster.wait(worker.member)
+            elif kind == "admit":
+                self._roster.admit(fields["number"], now_s=now_s)
+            elif kind == "stop":
+                self._stop(fields["exit_code"])
+            elif kind == "restart":
+                self._begin_again(fields["why"])
+            elif kind == "bye":
+                worker.bye = True
+
+    def _take_end(self, worker: _Worker, code: int) -> None:
+        worker.code, worker.ended = code, time.time()
+        if code not in STOPS:
+            worker.process.kill_group(signal.SIGKILL)  # forked children hold its connections open
+        if self._stopping is not None:
+            self._deadline = self._deadline or time.monotonic() + _STOPPING_S
+        if self._failing or self.begin_again is not None:
+            return
+        if code in STOPS:
+            if worker.hello and not worker.bye and code == 0 and not self._signals.received:
+                worker.early = True
+                self._fail(f"worker {self._rank(worker)} has ended in the middle of the run")
+            else:
+                self._roster.left(worker.member, now_s=time.monotonic())
+        elif code < 0 and not (self._stopping is not None and worker.told is None and -code in _OUTSIDE):
+            self._take_loss(worker)
+        elif code > 0:
+            self._fail(f"worker {self._rank(worker)} failed")
+
+    def _take_loss(self, worker: _Worker) -> None:
+        """A worker died by a signal."""
+        assert worker.code is not None
+        now_s, rank, beat = time.monotonic(), self._rank(worker), read_pulse(worker.pulse)
+        number = -worker.code
+        oom, self._oom = self._oom, oom_kills()
+        starved = number == signal.SIGKILL and oom is not None and self._oom is not None and self._oom > oom
+        why = "was killed for want of memory" if starved else f"was killed by {signal_name(number)}"
+        where = "" if beat is None or beat.step is None else f" in step {beat.step}"
+        by_itself = starved or worker.told is not None or number not in _OUTSIDE
+        worker.told = worker.told or f"worker {rank} {why}{where}"
+        if self._on_loss is None and not any(other.hello for other in self._workers.values()):
+            self._undecided.append(worker)  # perhaps this program makes no run, and cannot go on
+            self._deadline = self._deadline or now_s + _GRACE_S
+            return
+        if by_itself and self._deaths.poisoned(beat):
+            assert beat is not None
+            self._poison = _poisoned(beat, worker.told)
+            self._fail(worker.told)
+            return
+        if not self._roster.is_member(worker.member):
+            worker.lost = True
+            self._replace(worker)
+            return
+        left = [w for w in self._workers.values() if w.code is None and self._roster.is_member(w.member)]
+        if self._on_loss == "stop":
+            self._fail(worker.told)
+        elif not any(w.code is None and not w.bye for w in left) and any(w.bye for w in self._workers.values()):
+            worker.lost = True  # the others have come to the end already
+        elif not left or self._on_loss == "restart" or self._roster.apart:
+            self._begin_again(worker.told)
+        else:
+            worker.lost = True
+            self._history.append({"rank": rank, "pid": worker.process.pid, "why": worker.told, "time": time.time()})
+            self._roster.gone(worker.member, worker.told, now_s=now_s)
+            self._replace(worker)
+        if worker.lost:
+            worker.process.reap()
+
+    # What is done
+
+    def _start(self, slot: int) -> None:
+        member = len(self._workers)
+        environ = env.for_worker(
+            member,
+            slot,
+            self._job.workers,
+            port=self._port,
+            report_dir=self._job.folder,
+            restarts=self._job.restarts,
+        )
+        process = self._template.start(self._job.words, environ)
+        self._workers[member] = _Worker(member, slot, process, self._job.folder / f"pulse-{member}")
+
+    def _replace(self, worker: _Worker) -> None:
+        """Starts another in its slot, unless nothing is to be gained by it."""
+        if self._on_loss != "replace" or self._roster.several_runs or self._stopping is not None:
+            return
+        self._replacements += 1
+        if self._replacements > _REPLACEMENTS * self._job.workers:
+            return
+        self._start(worker.slot)
+
+    def _serve_store(self) -> None:
+        if self._listener is not None and (self._store is None or self._store.ended() is not None):
+            if self._store is not None:
+                self._store.reap()
+            self._store = self._template.start_store(self._listener)
+
+    def _look_for_hangs(self, now_s: float) -> None:
+        members = [w for w in self._workers.values() if w.hello and not w.bye and w.code is None]
+        members = [w for w in members if self._roster.is_member(w.member)]
+        watched = []
+        for worker in members:
+            beat = read_pulse(worker.pulse)
+            if beat is not None and beat.step is not None:
+                self.furthest = max(self.furthest, beat.step)
+            stopped = is_stopped(worker.process.pid)
+            watched.append(Watched(id=worker.member, rank=self._rank(worker), beat=beat, stopped=stopped))
+        if self._failing or self.begin_again is not None:
+            return
+        hang = self._watch.look(watched, time.monotonic())
+        if hang is not None:
+            self._end_hung(hang, watched)
+
+    def _end_hung(self, hang: Hang, watched: Sequence[Watched]) -> None:
+        """Saves the stacks of all, and kills the one to blame: then it is a loss like any other."""
+        worker = self._workers[hang.id]
+        into = new_file(self._run_dir / "hangs", hang.step, hang.rank) if self._run_dir is not None else None
+        everyone = [
+            Dumping(
+                rank=one.rank,
+                pid=self._workers[one.id].process.pid,
+                path=self._job.folder / f"stacks-{one.id}",
+                doing=_doing(one.beat),
+            )
+            for one in watched
+        ]
+        text = collect(everyone, hang.rank, into)
+        beat = read_pulse(worker.pulse)
+        line = users_line(text, beat.main_thread) if beat is not None else None
+        worker.told = hang.told(line) + (f"; stacks in {into}" if into is not None else "")
+        worker.process.kill_group(signal.SIGKILL)
+
+    def _mend(self, now_s: float) -> None:
+        """Members that live cannot reach each other."""
+        self._unreachable_s = None
+        self._reforms += 1
+        if self._reforms > _REFORMS:
+            self._fail("the workers cannot reach each other, though all of them are alive")
+        else:
+            self._roster.reform("the workers lost touch with each other", now_s=now_s)
+
+    def _begin_again(self, why: str) -> None:
+        if self._stopping is None:
+            self.begin_again = why
+        else:
+            self._fail(why)
+        self._kill_all()
+
+    def _fail(self, told: str) -> None:
+        """The run ends. Who waits for the others is told so; all have a moment to say what they know."""
+        self._failing = True
+        self._deadline = self._deadline or time.monotonic() + _GRACE_S
+        for worker in self._workers.values():
+            if worker.code is None and worker.hello:
+                self._tell(worker, "end", told=f"{told}.")
+
+    def _end_undecided(self) -> None:
+        for worker in self._undecided:
+            self._fail(worker.told or "")
+        self._undecided = []
+
+    def _kill_all(self) -> None:
+        for worker in self._workers.values():
+            if worker.code is None:
+                worker.by_us = True
+                worker.process.kill_group(signal.SIGKILL)
+
+    def _hand_on_signals(self) -> None:
+        for number in self._signals.take():
+            if number == signal.SIGTSTP:  # Ctrl-Z: stop all, and go on together
+                self._signal_all(signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._signal_all(signal.SIGCONT)
+            elif self._stopping is not None:
+                self._kill_all()  # the second one ends at once
+            else:
+                self._signal_all(number)
+                self._stop(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
+
+    def _stop(self, exit_code: int) -> None:
+        """All are asked to save and stop."""
+        self._stopping = self._stopping or exit_code
+        for worker in self._workers.values():
+            if worker.code is None and not self._roster.is_member(worker.member):
+                worker.by_us = worker.lost = True
+                worker.process.kill_group(signal.SIGKILL)  # nobody will let it in
+            elif worker.code is None and worker.hello:
+                self._tell(worker, "stop", exit_code=exit_code)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for worker in self._workers.values():
+            if worker.code is None:
+                worker.process.signal(number)
+
+    def _send(self) -> None:
+        outbox, self._roster.outbox = self._roster.outbox, []
+        for member, kind, fields in outbox:
+            if self._workers[member].code is None:
+                self._tell(self._workers[member], kind, **fields)
+
+    def _tell(self, worker: _Worker, kind: str, **fields: object) -> None:
+        try:
+            worker.process.link.send(encode(kind, **fields), socket.MSG_DONTWAIT)
+        except OSError:  # it is about to end
+            return
+
+    # What is known
+
+    def _rank(self, worker: _Worker) -> int:
+        members = self._roster.generation.members
+        return members.index(worker.member) if worker.member in members else worker.slot
+
+    def _note_members(self) -> None:
+        """Writes ``workers.json``."""
+        record = self._job.record or (self._run_dir / "workers.json" if self._run_dir is not None else None)
+        if record is None or not record.parent.is_dir():
+            return
+        generation = self._roster.generation
+        now = {
+            "generation": generation.number,
+            "workers": [
+                {"rank": rank, "pid": self._workers[member].process.pid}
+                for rank, member in enumerate(generation.members)
+            ],
+        }
+        if generation.number:
+            seconds = round(time.monotonic() - generation.began_s, 3)
+            cause = {"generation": generation.number, "cause": generation.told, "workers": len(generation.members)}
+            self._history.append({**cause, "time": time.time(), "seconds": seconds})
+        replace_text(record, json.dumps({**now, "restarts": self._job.restarts, "changes": self._history}) + "\n")
+
+    def _outcome(self) -> Outcome:
+        endings = [self._ending(worker) for worker in self._workers.values() if not worker.lost]
+        members = tuple(m for m in self._roster.generation.members if m in self._workers)
+        outcome = conclude(sorted(endings, key=lambda ending: ending.order))
+        if self._poison is not None:
+            outcome = Outcome(exit_code=EXIT_POISONED, failure=f"paceline: error: {self._poison}")
+        return dataclasses.replace(outcome, members=members)
+
+    def _ending(self, worker: _Worker) -> Ending:
+        code = EXIT_FAILED if worker.early else worker.code
+        assert code is not None
+        if self._stopping is not None and (worker.by_us or -code in _OUTSIDE):
+            code = self._stopping  # before it could answer better
+        path = self._job.folder / f"worker-{worker.member}.json"
+        report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        told = "ended in the middle of the run" if worker.early else worker.told
+        return Ending(self._rank(worker), code, worker.ended, worker.by_us, report, told)
+
+
+def _poisoned(beat: Beat, told: str) -> PacelineError:
+    return PacelineError(
+        f"cannot get past step {beat.step}",
+        found=f"lane {beat.lane} of it has ended {_POISONED} workers, the last: {told}",
+        needed="samples and code that do not end the process",
+        fix="See its samples with `paceline order`, run it alone with PYTHONFAULTHANDLER=1 to see where, and mend the "
+        "data or the code; or start another run from the newest weights with recipe.init_from and another recipe.seed",
+    )
+
+
+def _doing(beat: Beat | None) -> str:
+    if beat is None:
+        return "start"
+    step = f", step {beat.step}" if beat.step is not None else ""
+    call = f", {beat.call}" if beat.activity == "wait" and beat.call else ""
+    return f"{beat.activity}{step}{call}"
