@@ -30,6 +30,7 @@ __all__ = [
     "content_digest",
     "digest",
     "flatten_state",
+    "forget_inherited_randomness",
     "resolve_device",
     "seed_by",
     "tensor_digest",
@@ -216,3 +217,9 @@ def flatten_state(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(state, list | tuple):
         for index, value in enumerate(state):
             yield from flatten_state(value, f"{prefix}.{index}" if prefix else str(index))
+
+
+def forget_inherited_randomness() -> None:
+    """In a forked process: numpy's generator as in a fresh one, not a copy of the parent's. `random` does so by itself,
+    and torch starts from one constant anyway."""
+    np.random.seed()

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-__all__ = ["WorkerEnv", "for_worker", "read", "restarts"]
+__all__ = ["WorkerEnv", "become", "for_worker", "read", "restarts"]
 
 _REPORT_DIR = "PACELINE_REPORT_DIR"
 _MEMBER = "PACELINE_MEMBER"
-LINK_FD = "PACELINE_LINK_FD"
-"""Names the descriptor of a worker's end of its link; set in the worker, by the process that it is forked from."""
+_LINK_FD = "PACELINE_LINK_FD"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -123,7 +122,7 @@ def _from_torchrun(env: Mapping[str, str]) -> WorkerEnv:
         store_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         report_dir=Path(report_dir) if report_dir else None,
         restarts=restarts(env),
-        link=_number(env, LINK_FD) if env.get(LINK_FD) else None,
+        link=_number(env, _LINK_FD) if env.get(_LINK_FD) else None,
         member=_number(env, _MEMBER, default=0),
     )
 
@@ -189,3 +188,15 @@ def _check_rank(name: str, rank: int, size_name: str, world_size: int) -> None:
             needed=f"0 <= {name} < {size_name}",
             fix="Start workers with `paceline train -n N` or torchrun",
         )
+
+
+def become(environ: Mapping[str, str], *, link: int) -> None:
+    """Makes ``environ`` this process's whole environment, as that of a worker with a link to its supervisor.
+
+    Args:
+        environ: as `for_worker` gives it.
+        link: descriptor of this process's end of the link.
+    """
+    os.environ.clear()
+    os.environ.update(environ)
+    os.environ[_LINK_FD] = str(link)

@@ -59,7 +59,7 @@ class HeldUp:
 
     Args:
         lost: how many workers.
-        seconds: for how long the others stood still, all changes of membership together.
+        seconds: for how long the others stood still until all were at one, losses and replacements together.
     """
 
     lost: int
@@ -170,14 +170,13 @@ def trace_of(
 def held_up(events: Sequence[Mapping[str, Any]]) -> HeldUp:
     """Of a run, from its log.
 
-    >>> loss, join = {"cause": "loss", "lost": 1, "seconds": 0.14}, {"cause": "join", "lost": 0, "seconds": 0.05}
+    >>> loss, join = {"lost": 1, "joined": 0, "seconds": 0.14}, {"lost": 0, "joined": 1, "seconds": 0.05}
     >>> held_up([{"event": "membership", **loss}, {"event": "step"}, {"event": "membership", **join}])
     HeldUp(lost=1, seconds=0.19)
     """
-    changes = [event for event in events if event["event"] == "membership" and event["cause"] != "start"]
-    return HeldUp(
-        lost=sum(event["lost"] for event in changes), seconds=round(math.fsum(event["seconds"] for event in changes), 6)
-    )
+    changes = [event for event in events if event["event"] == "membership"]
+    seconds = math.fsum(event["seconds"] for event in changes)
+    return HeldUp(lost=sum(event["lost"] for event in changes), seconds=round(seconds, 3))
 
 
 def weight_gap(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightGap:
