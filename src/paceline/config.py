@@ -300,6 +300,16 @@ class Execution:
         if self.faults is not None:
             Faults.parse(self.faults)
 
+    def check_started(self, workers: int) -> None:
+        """Raises `ConfigError` when another number of workers was started than ``workers`` says."""
+        if self.workers not in ("auto", workers):
+            raise ConfigError(
+                "cannot start the run",
+                found=f"{workers} workers started, execution.workers={self.workers}",
+                needed="the same number",
+                fix=f"Start it with `paceline launch -n {self.workers}`, or leave out workers",
+            )
+
     def check(self, recipe: Recipe) -> None:
         """Raises `ConfigError` when ``recipe`` cannot be run this way."""
         if self.workers != "auto":

@@ -56,6 +56,11 @@ class Generation:
         """As JSON."""
         return dataclasses.asdict(self)
 
+    def told_to_people(self) -> dict[str, Any]:
+        """As fields of an event."""
+        numbers = {"workers": len(self.members), "lost": self.lost, "joined": self.joined}
+        return {"generation": self.number, "cause": self.told, **numbers}
+
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Generation:
         """From JSON."""

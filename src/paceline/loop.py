@@ -16,7 +16,7 @@ from paceline.config import Execution, Recipe
 from paceline.data.loader import Loader, sample_count
 from paceline.data.order import Plan
 from paceline.determinism import content_digest
-from paceline.errors import StepAbandoned
+from paceline.errors import StepAbandoned, UsageError
 from paceline.reduction.buffers import LaneBuffers
 from paceline.reduction.reducer import Reducer
 from paceline.step import Done, Policy, Signals, Step
@@ -115,6 +115,16 @@ class Loop:
         data = {"samples": self.plan.samples, "content": one_content(probes)}
         check_data(self._team, data, before, whose, self._call)
         return data
+
+    def expect(self, position: int) -> None:
+        """Raises `UsageError` unless this loop has taken the last step of the run: its loader goes on from there."""
+        if self.position != position:
+            raise UsageError(
+                "cannot go on with this loop over run.steps",
+                found=f"step {position} taken by another one since step {self.position}",
+                needed="one loop at a time",
+                fix="Leave the first loop by break before the next begins",
+            )
 
     def take_step(self, signals: Callable[[], Signals]) -> list[Done]:
         """The next step with all its phases."""

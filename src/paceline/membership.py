@@ -2,7 +2,7 @@
 
 A loss ends in `StepAbandoned`, in whatever job meets it first. Who runs into it calls `FailoverTeam.reform`, or
 `agree` does: leave the group, wait for the supervisor to publish the next generation, meet the others at its door,
-connect, and be at one. See DESIGN in the note below.
+connect, and be at one.
 
 [Note: at one] Calls of the run and steps are numbered alike on every worker, and each begins with an exchange among
 all. So workers are at most one apart, and whoever has completed most is right: it hands the result of that call to
@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from paceline.config import Execution, Recipe
 from paceline.env import WorkerEnv
 from paceline.errors import StepAbandoned, TeamError, UsageError
 from paceline.link import Generation, Link
 from paceline.pulse import Pulse
 from paceline.stacks import dump_on_signal
-from paceline.team import Team, TorchTeam
+from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.team.jobs import JobThread
 from paceline.team.packing import packed, packed_apart, unpacked, unpacked_apart
 from paceline.team.processes import refuse_second_group
 from paceline.team.sockets import cut, open_sockets
 from paceline.team.team import sendable
 
-__all__ = ["FailoverTeam", "State"]
+__all__ = ["FailoverTeam", "State", "join"]
 
 T = TypeVar("T")
 
@@ -76,8 +76,8 @@ class FailoverTeam(TorchTeam):
     Attributes:
         generation: of which the group of this team is.
         state: set by the run before its first step.
-        on_formed: called when a generation has formed, before what was at work is done again.
-        seconds: how long the team was held up by its last change of membership.
+        on_formed: called when a generation has formed, before what was at work is done again, with the seconds from
+            its cause.
     """
 
     def __init__(
@@ -95,9 +95,8 @@ class FailoverTeam(TorchTeam):
         Team.__init__(self, rank=0, world_size=1, local_rank=env.local_rank, device=device, threads=threads)
         self._env, self._timeout_s = env, timeout_s
         self.state: State | None = None
-        self.on_formed: Callable[[], None] | None = None
+        self.on_formed: Callable[[Generation, float], None] | None = None
         self.generation: Generation | None = None
-        self.seconds = 0.0
         self._member, self._records = env.member, _Records(env.report_dir / "records")
         self._group_of: int | None = None  # number of the generation whose group is open, or being opened
         self._others: dict[int, str] = {}  # sockets that were open before it
@@ -232,9 +231,8 @@ class FailoverTeam(TorchTeam):
         self.generation, self.replaying = generation, False
         self.formed += 1
         self._records.catch_up(write=self.rank == 0)
-        self.seconds = time.monotonic() - generation.began_s
         if self.on_formed is not None:
-            self.on_formed()
+            self.on_formed(generation, round(time.monotonic() - generation.began_s, 3))
         self.pulse.enter(before)
 
     def _meet(self, generation: Generation, name: str) -> None:
@@ -315,7 +313,7 @@ class FailoverTeam(TorchTeam):
         """Cuts the group's connections first: the others then wait no longer, see [Note: why sockets are cut]."""
         self._cut()
         self._jobs.close()
-        with contextlib.suppress(RuntimeError, dist.DistError):
+        with contextlib.suppress(RuntimeError):  # of a group that is in pieces
             self._destroy()
         self._group_of = None
         self._jobs = JobThread(self._threads)
@@ -323,8 +321,7 @@ class FailoverTeam(TorchTeam):
     def _cut(self) -> None:
         if self._group_of is None:
             return
-        if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        self._abort()
         cut({descriptor: link for descriptor, link in open_sockets().items() if self._others.get(descriptor) != link})
 
     def _on_generation(self, generation: Generation) -> None:
@@ -349,6 +346,32 @@ class FailoverTeam(TorchTeam):
         self._link.send("restart", why=why)
         time.sleep(self._timeout_s)
         raise TeamError("cannot go on", found=why, needed="the supervisor to begin again")
+
+
+def join(
+    here: WorkerEnv | None,
+    recipe: Recipe,
+    execution: Execution,
+    device: torch.device,
+    *,
+    on_stop: Callable[[int], None],
+) -> Team:
+    """The team of this process: under Paceline's supervisor, under another launcher, or alone. Collective.
+
+    Args:
+        on_stop: called with an exit code when the supervisor asks all workers to save and stop.
+    """
+    threads, timeout_s = recipe.threads, execution.timeout_s
+    if here is None or (here.link is None and here.world_size == 1):
+        return SoloTeam(device, threads)
+    if here.link is None:
+        return TorchTeam(here, device, threads=threads, timeout_s=timeout_s)
+    on_loss = execution.on_loss
+    if on_loss == "auto":
+        on_loss = "replace" if device.type == "cpu" else "restart"
+    run_dir = str(Path(execution.run_dir).resolve()) if execution.run_dir else None
+    told = {"on_loss": on_loss, "hang_after_s": execution.hang_after_s, "timeout_s": timeout_s, "run_dir": run_dir}
+    return FailoverTeam(here, device, threads=threads, timeout_s=timeout_s, settings=told, on_stop=on_stop)
 
 
 class _Records:

@@ -18,30 +18,29 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline import env
 from paceline.agreement import agreed_digest, check_recipe, check_samples
 from paceline.callsite import calling
-from paceline.checkpoint import Snapshot
 from paceline.config import Execution, Identity, Recipe, Resume, as_dict
 from paceline.data.loader import Loader, sample_count
 from paceline.data.order import Plan
-from paceline.determinism import autocast, configure_process, content_digest, resolve_device, seed_by
-from paceline.errors import ConfigError, PacelineError, RunStopped, UsageError
+from paceline.determinism import autocast, configure_process, resolve_device, seed_by
+from paceline.errors import PacelineError, RunStopped, UsageError
+from paceline.evaluation import Evaluation, Measure
 from paceline.events import EventLog, Sink, warn
 from paceline.faults import Faults
 from paceline.lanes import lanes_of
+from paceline.link import Generation
 from paceline.loop import Loop, TrainStep
 from paceline.member import Member
-from paceline.membership import FailoverTeam
-from paceline.metrics import Metric
-from paceline.metrics.over_lanes import LaneMetrics, add, computed
+from paceline.membership import FailoverTeam, join
+from paceline.metrics.over_lanes import computed
 from paceline.saving import Saves, checked_resume, claim
 from paceline.signals import obeying_signals
+from paceline.standing import Standing
 from paceline.step import Done, Signals, Step
-from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.tracked import Tracked
 from paceline.worker import at_exit, tell_uncaught_errors
 
@@ -74,8 +73,6 @@ class Run(Member):
         execution: as given, or the default.
         run_dir: where the run lives, or ``None``.
         device: this worker's.
-        position: finished steps.
-        saved: directory of the newest checkpoint that was waited for, as the one at the end of `steps`.
         stopped: exit code of a requested stop that has been obeyed, else ``None``.
         events: worker 0's run log; on the others it goes nowhere.
 
@@ -99,13 +96,7 @@ class Run(Member):
         self.execution = execution or Execution()
         here = env.read()
         world_size = here.world_size if here else 1
-        if self.execution.workers not in ("auto", world_size):
-            raise ConfigError(
-                "cannot start the run",
-                found=f"{world_size} workers started, execution.workers={self.execution.workers}",
-                needed="the same number",
-                fix=f"Start it with `paceline launch -n {self.execution.workers}`, or leave out workers",
-            )
+        self.execution.check_started(world_size)
         lanes_of(0, world_size, recipe.lanes)
         self.device = resolve_device(recipe.device, here.local_rank if here else 0)
         self.recipe = dataclasses.replace(recipe, device="cuda" if self.device.type == "cuda" else "cpu")
@@ -115,7 +106,7 @@ class Run(Member):
             resume = "auto"
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
         self._stop_requested = 0
-        super().__init__(self._join(here))
+        super().__init__(join(here, self.recipe, self.execution, self.device, on_stop=self._note_stop))
         tell_uncaught_errors(alone=world_size == 1)  # torch.distributed has put its own way in the place of ours
         self.team.faults = Faults.parse(self.execution.faults)
         self.team.fault_marks = self.run_dir / "faults" if self.run_dir else here.report_dir if here else None
@@ -129,40 +120,26 @@ class Run(Member):
             raise
         self.events = EventLog(self.run_dir / "events.jsonl" if self.run_dir else None, sinks, active=self.is_main)
         self._told = bool(sinks)
-        self.position = 0
         self.stopped: int | None = None
-        self.saved: Path | None = None
         self._resume, self._about = resume, dict(about or {})
         self._tracked = Tracked()
-        self._loop: Loop | None = None
-        self._metrics: dict[str, float] = {}
-        self._data: dict[str, Any] | None = None
-        self._data_of = "that of the steps before"
+        self._standing = Standing(tracked=self._tracked)
         self._saves = Saves(self.run_dir, self.execution, self.team, self.events) if self.run_dir else None
         self._closed = False
         self._forget_exit = at_exit(self.close)
         if isinstance(self.team, FailoverTeam):
-            self.team.state, self.team.on_formed = _Shared(self), self._on_formed
+            self.team.state, self.team.on_formed = self._standing, self._on_formed
         seed_by(recipe.seed, "model")
 
-    def _join(self, here: env.WorkerEnv | None) -> Team:
-        threads, timeout_s = self.recipe.threads, self.execution.timeout_s
-        if here is not None and here.link is not None:
-            on_loss = self.execution.on_loss
-            if on_loss == "auto":
-                on_loss = "replace" if self.device.type == "cpu" else "restart"
-            settings = {
-                "on_loss": on_loss,
-                "hang_after_s": self.execution.hang_after_s,
-                "timeout_s": timeout_s,
-                "run_dir": str(self.run_dir.resolve()) if self.run_dir else None,
-            }
-            return FailoverTeam(
-                here, self.device, threads=threads, timeout_s=timeout_s, settings=settings, on_stop=self._note_stop
-            )
-        if here is not None and here.world_size > 1:
-            return TorchTeam(here, self.device, threads=threads, timeout_s=timeout_s)
-        return SoloTeam(self.device, threads)
+    @property
+    def position(self) -> int:
+        """Finished steps."""
+        return self._standing.position
+
+    @property
+    def saved(self) -> Path | None:
+        """Directory of the newest checkpoint that was waited for, as the one at the end of `steps`."""
+        return self._standing.saved
 
     def track(self, **objects: Any) -> None:
         """Names what a step changes: modules, optimizers, schedulers, anything with ``state_dict`` and
@@ -255,23 +232,23 @@ class Run(Member):
         )
         self._begin(call)
         loop.position = self.position
+        standing = self._standing
         with ExitStack() as stack:
             stack.enter_context(loop)
             stack.enter_context(self._tracked.optimizers_held(lambda: self._step is not None and self._step.updating))
             stack.enter_context(obeying_signals(self.request_stop, keyboard=env.read() is not None))
             loop.deal(probe=True)
-            self._data = loop.check_alike(self._data, self._data_of)
-            self._data_of = "that of the steps before"
-            outer, self._loop = self._loop, loop
-            stack.callback(setattr, self, "_loop", outer)
+            standing.data = loop.check_alike(standing.data, standing.data_of)
+            standing.data_of = "that of the steps before"
+            stack.callback(setattr, standing, "loop", standing.loop)
+            standing.loop = loop
             if not self.team.enter_loop():
                 return
             stack.callback(self.team.leave_loop)
             while loop.position < loop.last:
-                self._expect_position(loop.position)
+                loop.expect(self.position)
                 phases = loop.take_step(self._signals)
-                self.position = loop.position
-                self._metrics = {}
+                standing.position, standing.metrics = loop.position, {}
                 if self._saves and any(done.save_failed for done in phases):
                     self._saves.raise_failure()
                 for phase, done in enumerate(phases):
@@ -295,7 +272,7 @@ class Run(Member):
     @property
     def _step(self) -> Step | None:
         """The step at work."""
-        return None if self._loop is None else self._loop.step
+        return None if self._standing.loop is None else self._standing.loop.step
 
     def _signals(self) -> Signals:
         """What this worker has to tell the others in a step."""
@@ -309,20 +286,10 @@ class Run(Member):
         self.stopped = exit_code
         raise RunStopped(exit_code)
 
-    def _expect_position(self, at: int) -> None:
-        """That this loop over `steps` has taken the last step: its loader goes on from there."""
-        if self.position != at:
-            raise UsageError(
-                "cannot go on with this loop over run.steps",
-                found=f"step {self.position} taken by another one since step {at}",
-                needed="one loop at a time",
-                fix="Leave the first loop by break before the next begins",
-            )
-
     def evaluate(
         self,
         dataset: Dataset[Any],
-        metrics: Callable[[Any], Mapping[str, Metric | tuple[Tensor | float, float]]],
+        metrics: Measure,
         *,
         collate: Collate | None = None,
     ) -> dict[str, Any]:
@@ -344,30 +311,18 @@ class Run(Member):
         samples = sample_count(dataset)
         call = calling("run.evaluate")
         self._begin(call)
-        loader, mine = self._loader(dataset, collate), LaneMetrics()
-
-        def measure() -> tuple[int, LaneMetrics, int]:
-            """The lanes of this worker, which may be others when a worker is lost; those measured already are kept."""
-            lanes = lanes_of(self.rank, self.world_size, self.recipe.lanes)
-            todo, at = [lane for lane in lanes if lane not in mine], LaneMetrics()
-            with closing(loader.evaluate(samples, self.recipe.micro_batch, todo, self.recipe.lanes)) as batches:
-                for lane, number, batch in batches:
-                    if lane not in at:
-                        mine.update(at)  # the lane before is whole
-                        at.clear()
-                    self.team.check()
-                    if self._stop_requested:  # an evaluation can outlast a grace period
-                        return samples, {}, self._stop_requested
-                    self.team.pulse.enter("evaluate", lane=lane)
-                    self.team.fire("evaluate", step=self.position, lane=lane)
-                    seed_by(self.recipe.seed, "evaluate", number)
-                    add(at, lane, metrics(batch))
-            mine.update(at)
-            return samples, {lane: mine[lane] for lane in lanes if lane in mine}, 0
-
+        evaluation = Evaluation(
+            self._loader(dataset, collate),
+            samples,
+            metrics,
+            recipe=self.recipe,
+            team=self.team,
+            step=self.position,
+            stopping=lambda: self._stop_requested,
+        )
         try:
             with torch.no_grad(), self._tracked.evaluating():
-                everyone = self.team.agree(measure, call)
+                everyone = self.team.agree(evaluation.lanes, call)
         finally:
             seed_by(self.recipe.seed, "evaluated", self.position)  # what the loop's body draws is the same everywhere
             self.team.pulse.enter("body")
@@ -385,7 +340,7 @@ class Run(Member):
 
         Those that are no single number are passed over.
         """
-        self._metrics |= {name: value for name, value in metrics.items() if isinstance(value, float | int)}
+        self._standing.metrics |= {name: value for name, value in metrics.items() if isinstance(value, float | int)}
 
     def save(self, *, wait: bool = True) -> Path | None:
         """Saves a checkpoint of this position; does nothing without a run directory. Collective.
@@ -404,8 +359,8 @@ class Run(Member):
         self._begin(call)
         if self._saves is None:
             return None
-        path = self._saves.save(self.position, self._snapshot, self.identity, wait=wait, call=call)
-        self.saved = path or self.saved
+        path = self._saves.save(self.position, self._standing.snapshot, self.identity, wait=wait, call=call)
+        self._standing.saved = path or self.saved
         return path
 
     def digest(self) -> str:
@@ -514,41 +469,20 @@ class Run(Member):
 
     def _restore(self, call: str) -> bool:
         loaded = self._saves.load(self.identity, self._resume, call) if self._saves else None
-        if loaded is None:
-            return False
-        self._tracked.load(loaded.states)
-        self.position, self.saved = loaded.step, loaded.path
-        self._data, self._data_of = loaded.position["data"], "the checkpoint's"
-        self._metrics = dict(loaded.metrics)
-        return True
+        if loaded is not None:
+            self._standing.restore(loaded)
+        return loaded is not None
 
-    def _on_formed(self) -> None:
-        """In a new generation, before what was at work is done again. Not collective."""
+    def _on_formed(self, generation: Generation, seconds: float) -> None:
+        """The team is another one; what was at work will be done again. Not collective."""
         if self.is_main:
             self.events.take_over()
         if self._saves is not None and self._saves.take_over():
-            self._saves.save_again(self.position, self._snapshot, self.identity)
-        assert isinstance(self.team, FailoverTeam) and self.team.generation is not None
-        generation = self.team.generation
-        if generation.cause == "left":
-            return
-        fields = {
-            "generation": generation.number,
-            "cause": generation.told,
-            "workers": self.world_size,
-            "lost": generation.lost,
-            "joined": generation.joined,
-            "step": self.position,
-            "seconds": round(self.team.seconds, 3),
-        }
-        self.events.emit("membership", **fields)
-        if self.is_main and not self._told:
-            warn("{cause}; {workers} go on after {seconds} s".format(**fields))
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot.take(
-            step=self.position, states=self._tracked.states(), position={"data": self._data}, metrics=self._metrics
-        )
+            self._saves.save_again(self.position, self._standing.snapshot, self.identity)
+        if generation.cause != "left":
+            self.events.emit("membership", **generation.told_to_people(), step=self.position, seconds=seconds)
+            if self.is_main and not self._told:
+                warn(f"{generation.told}; {self.world_size} go on after {seconds:.2f} s")
 
     def _loader(self, dataset: Dataset[Any], collate: Collate | None) -> Loader:
         return Loader(
@@ -568,26 +502,3 @@ class Run(Member):
         whole, tensors = agreed_digest(self.team, self._tracked.states(), f"the digest of step {step}")
         lanes = [loss.hex() for done in phases for loss in done.lane_losses]
         self.events.emit("digest", step=step, digest=whole, lanes=lanes, tensors=tensors)
-
-
-class _Shared:
-    """What a worker that is behind, or new, takes over of a run."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def pack(self) -> Any:
-        run = self._run
-        phases = run._loop.phases if run._loop is not None else []
-        return run._tracked.states(), run.position, phases, run._metrics, run._data, run.saved
-
-    def unpack(self, packed: Any) -> None:
-        run = self._run
-        states, position, phases, metrics, data, saved = packed
-        run._tracked.load(states)
-        run.position, run._metrics, run._data, run.saved = position, metrics, data, saved
-        if run._loop is not None:
-            run._loop.position, run._loop.phases = run.position, phases
-
-    def digest(self) -> str:
-        return content_digest(self._run._tracked.states())

@@ -3,7 +3,7 @@
     python -m paceline.worker script PATH ARGS...     a script of the user's, as `python PATH ARGS...` would
     python -m paceline.worker module NAME ARGS...     a module, as `python -m NAME ARGS...` would
     python -m paceline.worker function FILE           a function handed over by `paceline.launch`
-    python -m paceline.worker train ARGS...           `paceline train ARGS...`
+    python -m paceline.worker call MODULE:NAME ARGS... a function of the package, with the words ARGS
 
 A failure goes to the supervisor as a report, or to standard error under another launcher: a mistake in four beats with
 the line of the user's code, anything else with its traceback. Then the process ends at once, since threads and
@@ -13,6 +13,7 @@ destructors might wait for workers that are long gone.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -162,6 +163,12 @@ def _call_function(file: Path) -> int:
     return EXIT_DONE
 
 
+def _call(path: str, words: list[str]) -> int:
+    module, _, name = path.partition(":")
+    returned: int = getattr(importlib.import_module(module), name)(words)
+    return returned
+
+
 def _member() -> int:
     here = env.read()
     return here.member if here else 0
@@ -184,16 +191,12 @@ def _users_traceback(error: BaseException) -> str:
 
 
 def main(words: list[str]) -> int:
-    what, *rest = words
-    if what == "train":
-        from paceline.cli import main as command
-
-        return command(words)
-    path, *rest = rest
+    what, path, *rest = words
     body: dict[str, Callable[[], int]] = {
         "script": lambda: _run_script(path, rest, module=False),
         "module": lambda: _run_script(path, rest, module=True),
         "function": lambda: _call_function(Path(path)),
+        "call": lambda: _call(path, rest),
     }
     code = work(body[what])
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from paceline.errors import EXIT_DONE, ConfigError, did_you_mean
 if TYPE_CHECKING:
     from paceline.parsing import Settings
 
-__all__ = ["launch", "train", "verify"]
+__all__ = ["launch", "train", "train_as_worker", "verify"]
 
 _TRAIN_HELP = """\
 usage: paceline train [CONFIG] [-n N] [--run-dir DIR] [--resume [auto|never|must]] [--SECTION.NAME VALUE ...]
@@ -72,10 +72,11 @@ def train(words: list[str]) -> int:
         return _supervise_training(words)
     from paceline.worker import work
 
-    return work(lambda: _train_as_worker(words))
+    return work(lambda: train_as_worker(words))
 
 
-def _train_as_worker(words: list[str]) -> int:
+def train_as_worker(words: list[str]) -> int:
+    """`paceline train` in one of its workers. Collective."""
     from paceline.train import train_settings
 
     settings, resume, _ = _read_train(words)
@@ -93,7 +94,8 @@ def _supervise_training(words: list[str]) -> int:
         return EXIT_DONE
     workers = resolve_workers(settings.recipe, settings.execution)
     prepare_run_dir(settings.run_dir, resume)
-    return supervise(["train", *words], workers, record=settings.run_dir / "workers.json")
+    program = ["call", "paceline.cli.running:train_as_worker", *words]
+    return supervise(program, workers, record=settings.run_dir / "workers.json", is_run=True)
 
 
 def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:

@@ -45,9 +45,9 @@ def default_workers(*, cuda: bool = True) -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def supervise(words: Sequence[str], workers: int, *, record: Path | None = None) -> int:
+def supervise(words: Sequence[str], workers: int, *, record: Path | None = None, is_run: bool = False) -> int:
     """`run_workers`, told as a command does: what failed goes to standard error, the exit code is returned."""
-    outcome = run_workers(words, workers, record=record)
+    outcome = run_workers(words, workers, record=record, is_run=is_run)
     if outcome.failure is not None:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a killed worker's progress display left the cursor hidden
@@ -55,7 +55,7 @@ def supervise(words: Sequence[str], workers: int, *, record: Path | None = None)
     return outcome.exit_code
 
 
-def run_workers(words: Sequence[str], workers: int, *, record: Path | None = None) -> Outcome:
+def run_workers(words: Sequence[str], workers: int, *, record: Path | None = None, is_run: bool = False) -> Outcome:
     """Runs ``words`` in ``workers`` processes until all have ended.
 
     A worker that is lost is replaced, see ``Execution.on_loss``; when none is left, all begin again, and the run goes
@@ -67,6 +67,7 @@ def run_workers(words: Sequence[str], workers: int, *, record: Path | None = Non
         words: see `paceline.worker`; each worker finds its place in its environment (see `paceline.env`).
         workers: how many.
         record: where to write the workers' process ids, as JSON; ``None``: in the run's directory, if there is one.
+        is_run: the program is known to make a `paceline.Run`, and so to go on without a worker that is lost early.
     """
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
@@ -82,7 +83,7 @@ def run_workers(words: Sequence[str], workers: int, *, record: Path | None = Non
                 folder=folder,
                 record=record,
                 restarts=restarts,
-                is_run=words[0] == "train",
+                is_run=is_run,
             )
             team = Team(job, template, store, signals, deaths)
             outcome = team.run()

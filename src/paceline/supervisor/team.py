@@ -134,7 +134,8 @@ class Team:
         self._failing = False
         self._poison: PacelineError | None = None
         self._looked_s = 0.0
-        self._reforms, self._unreachable_s = 0, None  # type: int, float | None
+        self._reforms = 0
+        self._unreachable_s: float | None = None
         self._replacements = 0
         self._oom = oom_kills()
         self._history: list[dict[str, object]] = []

@@ -32,7 +32,8 @@ def packed_apart(value: Any) -> tuple[bytes, list[Tensor]]:
     >>> unpacked_apart(data, [2 * tensor for tensor in tensors])
     {'a': tensor([2., 2.]), 'b': 3}
     """
-    stream, tensors = io.BytesIO(), []  # type: io.BytesIO, list[Tensor]
+    stream = io.BytesIO()
+    tensors: list[Tensor] = []
 
     class Apart(pickle.Pickler):
         def persistent_id(self, value: Any) -> int | None:

@@ -116,6 +116,11 @@ class TorchTeam(Team):
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _abort(self) -> None:
+        """Ends what is at work in the group, from another thread. gloo cannot, see [Note: why sockets are cut]."""
+        if self.device.type == "cuda" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
 
 def _cause(error: BaseException) -> str:
     """The first sentence of what torch says, without the line of its source."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -68,7 +69,8 @@ class Team(ABC):
         self.within: str | None = None
         self.in_step = False
         self.pulse = Pulse(None)
-        self.faults, self.fault_marks = Faults(), None  # type: Faults, Path | None
+        self.faults = Faults()
+        self.fault_marks: Path | None = None
         self.calls = self.formed = 0
         self._threads = threads
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
