@@ -32,12 +32,17 @@ __all__ = [
     "flatten_state",
     "forget_inherited_randomness",
     "resolve_device",
+    "resolve_kernels",
     "seed_by",
     "tensor_digest",
 ]
 
 ALIGNMENT = 64
 """Bytes. A kernel's path, and so its bits, can depend on a pointer's offset; a cache line is the most any asks for."""
+_FROM_MKL = (
+    *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.tanh, torch.trunc, torch.sqrt),
+    *(torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.log, torch.log10, torch.log2),
+)
 
 
 def seed_by(*key: int | str) -> int:
@@ -223,3 +228,17 @@ def forget_inherited_randomness() -> None:
     """In a forked process: numpy's generator as in a fresh one, not a copy of the parent's. `random` does so by itself,
     and torch starts from one constant anyway."""
     np.random.seed()
+
+
+def resolve_kernels() -> None:
+    """Calls each elementwise function that torch takes from MKL once, on one number, so that none is first called by
+    several threads at once.
+
+    MKL looks for the kernel of a function at its first call. If two threads make that call together, one may be given
+    another kernel, of three digits instead of seven, for its whole share of that one call: pytorch issue 188792, until
+    MKL 2025.0. Processes forked afterwards have it behind them too.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1,), 0.5, dtype=dtype)
+        for function in _FROM_MKL:
+            function(one)

@@ -3,8 +3,8 @@
     python -m paceline.template SUPERVISOR DESCRIPTOR      started by `paceline.supervisor.processes.Template` alone
 
 Importing torch and its compiler takes seconds of CPU for each process, and whoever replaces a lost worker should not
-wait for it. Nothing in here may compute: after a parallel region of OpenMP the next one in a forked child would hang.
-Nor may it ask for a GPU: CUDA does not outlive a fork.
+wait for it. Nothing in here may compute on several threads: after a parallel region of OpenMP the next one in a forked
+child would hang. Nor may it ask for a GPU: CUDA does not outlive a fork.
 
 [Note: whose child a worker is] The template forks twice. The child between ends at once, and its own child goes to the
 nearest subreaper above, which is the supervisor: so the supervisor can wait for each worker, and the kernel ends each
@@ -59,13 +59,13 @@ def main(supervisor: int, requests: socket.socket) -> int:
     """
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # else the first collection in each worker would write to, and so copy, all memory that it shares
+    _prepare()
     requests.send(b"ready")
     while True:
-        kind, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
+        try:
+            kind, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # closed by who had not read that this one was ready
+            return 0
         if not kind:
             return 0
         if _fork_for(supervisor):
@@ -82,6 +82,17 @@ def main(supervisor: int, requests: socket.socket) -> int:
     except BrokenPipeError:  # nobody waits for it any more
         return 1
     return _work(link, descriptor) if kind == b"worker" else _host_store(link, descriptor)
+
+
+def _prepare() -> None:
+    """All that every worker would have to do again."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    from paceline.determinism import resolve_kernels
+
+    resolve_kernels()
+    gc.collect()
+    gc.freeze()  # else the first collection in each worker would write to, and so copy, all memory that it shares
 
 
 def _work(link: int, request: int) -> int:
