@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils.data import Dataset
@@ -265,7 +265,8 @@ class Run(Member):
                 elif self.execution.checkpoint_every and loop.position % self.execution.checkpoint_every == 0:
                     self.save(wait=not self.execution.async_checkpoint)
                 if stop:
-                    self._stop(stop)
+                    self.stopped = stop
+                    raise RunStopped(stop)
                 if any(done.candidate for done in phases) and loop.position < loop.last:
                     self.team.admit()
 
@@ -276,15 +277,8 @@ class Run(Member):
 
     def _signals(self) -> Signals:
         """What this worker has to tell the others in a step."""
-        return Signals(
-            stop=self._stop_requested,
-            save_failed=bool(self._saves and self._saves.failed()),
-            candidate=self.team.candidate,
-        )
-
-    def _stop(self, exit_code: int) -> NoReturn:
-        self.stopped = exit_code
-        raise RunStopped(exit_code)
+        failed = bool(self._saves and self._saves.failed())
+        return Signals(stop=self._stop_requested, save_failed=failed, candidate=self.team.candidate)
 
     def evaluate(
         self,
@@ -330,7 +324,8 @@ class Run(Member):
         if stop := max(stop for _, _, stop in everyone):
             if self.position:
                 self.save()
-            self._stop(stop)
+            self.stopped = stop
+            raise RunStopped(stop)
         scores = computed([theirs for _, theirs, _ in everyone], self.recipe.lanes)
         self.note_metrics(scores)
         return scores

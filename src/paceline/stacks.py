@@ -182,7 +182,9 @@ def _has_answered(member: Dumping, process: Path, asked: _Asked) -> bool:
 
 
 def _listens(process: Path) -> bool:
-    return bool(int(_status(process).get("SigCgt", "0"), 16) & _BIT)
+    """Whether it handles the signal, and can: one that has ended keeps its handlers until it is reaped."""
+    status = _status(process)
+    return status.get("State", "Z")[0] not in "ZX" and bool(int(status.get("SigCgt", "0"), 16) & _BIT)
 
 
 def _blocking(process: Path) -> frozenset[str]:

@@ -13,7 +13,9 @@ import jobs
 import numpy as np
 import pytest
 
+from paceline import launch
 from paceline.config import Execution, Optimizer, Recipe, Schedule
+from paceline.faults import Faults
 from pool import Pool
 
 WORKERS = [1, 2, 3, 4, 8]
@@ -129,6 +131,17 @@ def elsewhere(pool: Pool, directory: Path, recipe: Recipe) -> list[Any]:
     return results
 
 
+def lost(faults: str, **how: Any) -> Runner:
+    """Three workers under the supervisor, of which some are lost."""
+
+    def run(_: Pool, folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
+        results = launch(jobs.classify, recipe, execution(folder, faults=faults, **how), workers=3)
+        assert not Faults.parse(faults).unfired(folder / "faults")
+        return results
+
+    return run
+
+
 EXECUTIONS: dict[str, Runner] = {
     "workers": with_(workers=3),
     "loader_workers": with_(loader_workers=2),
@@ -144,6 +157,9 @@ EXECUTIONS: dict[str, Runner] = {
     "stop_at": stopped_and_resumed,
     "run_dir": elsewhere,
     "tensorboard": with_(tensorboard=True),
+    "on_loss": lost("kill worker=1 step=2", on_loss="shrink"),
+    "hang_after_s": lost("hang worker=1 step=2", hang_after_s=1.0),
+    "faults": lost("kill worker=0 step=2; kill worker=1 step=4"),
     "timeout_s": with_(timeout_s=45.0),
 }
 

@@ -21,7 +21,7 @@ from paceline.supervisor.handed import HandedSignals
 from paceline.supervisor.processes import Template
 from paceline.supervisor.team import Deaths, Job, Team
 
-__all__ = ["Outcome", "default_workers", "resolve_workers", "run_workers", "supervise"]
+__all__ = ["Outcome", "Template", "default_workers", "resolve_workers", "run_workers", "supervise"]
 
 _FUTILE = 3
 """So many new beginnings in a row that came no further."""
@@ -45,9 +45,16 @@ def default_workers(*, cuda: bool = True) -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def supervise(words: Sequence[str], workers: int, *, record: Path | None = None, is_run: bool = False) -> int:
+def supervise(
+    words: Sequence[str],
+    workers: int,
+    *,
+    record: Path | None = None,
+    is_run: bool = False,
+    template: Template | None = None,
+) -> int:
     """`run_workers`, told as a command does: what failed goes to standard error, the exit code is returned."""
-    outcome = run_workers(words, workers, record=record, is_run=is_run)
+    outcome = run_workers(words, workers, record=record, is_run=is_run, template=template)
     if outcome.failure is not None:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a killed worker's progress display left the cursor hidden
@@ -55,7 +62,14 @@ def supervise(words: Sequence[str], workers: int, *, record: Path | None = None,
     return outcome.exit_code
 
 
-def run_workers(words: Sequence[str], workers: int, *, record: Path | None = None, is_run: bool = False) -> Outcome:
+def run_workers(
+    words: Sequence[str],
+    workers: int,
+    *,
+    record: Path | None = None,
+    is_run: bool = False,
+    template: Template | None = None,
+) -> Outcome:
     """Runs ``words`` in ``workers`` processes until all have ended.
 
     A worker that is lost is replaced, see ``Execution.on_loss``; when none is left, all begin again, and the run goes
@@ -68,11 +82,12 @@ def run_workers(words: Sequence[str], workers: int, *, record: Path | None = Non
         workers: how many.
         record: where to write the workers' process ids, as JSON; ``None``: in the run's directory, if there is one.
         is_run: the program is known to make a `paceline.Run`, and so to go on without a worker that is lost early.
+        template: one that is open, and stays so; ``None``: one of its own.
     """
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         store = stack.enter_context(socket.create_server(("127.0.0.1", 0))) if workers > 1 else None
-        signals, template = stack.enter_context(HandedSignals()), stack.enter_context(Template())
+        signals, template = stack.enter_context(HandedSignals()), template or stack.enter_context(Template())
         deaths, restarts, futile, furthest = Deaths(), 0, 0, -1
         while True:
             folder = home / str(restarts)

@@ -31,13 +31,15 @@ class Roster:
     Attributes:
         generation: the newest.
         outbox: messages to be sent: member, kind, fields.
-        formed: members of the newest generation that have met, or ``None`` while they are on their way.
+        formed: the newest generation has met.
+        whole: members, in the order of their ranks, of the last generation before workers came to their end.
     """
 
     def __init__(self, first: Sequence[int]) -> None:
         self.generation = Generation(number=0, members=tuple(first), cause="start", told="start")
         self.outbox: list[tuple[int, str, dict[str, Any]]] = []
         self.formed = False
+        self.whole = self.generation.members
         self._runs: Counter[int] = Counter()
         self._ready: set[int] = set()
         self._waiting: list[int] = []
@@ -122,6 +124,8 @@ class Roster:
         self.generation = Generation(
             number=before.number + 1, members=members, cause=cause, told=told, lost=lost, joined=joined, began_s=now_s
         )
+        if cause != "left":
+            self.whole = members
         self.formed = False
         self._ready.clear()
         for member in members:

@@ -263,15 +263,15 @@ class Team:
         why = "was killed for want of memory" if starved else f"was killed by {signal_name(number)}"
         where = "" if beat is None or beat.step is None else f" in step {beat.step}"
         by_itself = starved or worker.told is not None or number not in _OUTSIDE
-        worker.told = worker.told or f"worker {rank} {why}{where}"
+        cause = worker.told or f"worker {rank} {why}{where}"
         if self._on_loss is None and not any(other.hello for other in self._workers.values()):
             self._undecided.append(worker)  # perhaps this program makes no run, and cannot go on
             self._deadline = self._deadline or now_s + _GRACE_S
             return
         if by_itself and self._deaths.poisoned(beat):
             assert beat is not None
-            self._poison = _poisoned(beat, worker.told)
-            self._fail(worker.told)
+            self._poison = _poisoned(beat, cause)
+            self._fail(cause)
             return
         if not self._roster.is_member(worker.member):
             worker.lost = True
@@ -279,15 +279,15 @@ class Team:
             return
         left = [w for w in self._workers.values() if w.code is None and self._roster.is_member(w.member)]
         if self._on_loss == "stop":
-            self._fail(worker.told)
+            self._fail(cause)
         elif not any(w.code is None and not w.bye for w in left) and any(w.bye for w in self._workers.values()):
             worker.lost = True  # the others have come to the end already
         elif not left or self._on_loss == "restart" or self._roster.apart:
-            self._begin_again(worker.told)
+            self._begin_again(cause)
         else:
             worker.lost = True
-            self._history.append({"rank": rank, "pid": worker.process.pid, "why": worker.told, "time": time.time()})
-            self._roster.gone(worker.member, worker.told, now_s=now_s)
+            self._history.append({"rank": rank, "pid": worker.process.pid, "why": cause, "time": time.time()})
+            self._roster.gone(worker.member, cause, now_s=now_s)
             self._replace(worker)
         if worker.lost:
             worker.process.reap()
@@ -383,7 +383,7 @@ class Team:
 
     def _end_undecided(self) -> None:
         for worker in self._undecided:
-            self._fail(worker.told or "")
+            self._fail(worker.told or f"worker {worker.slot} was killed")
         self._undecided = []
 
     def _kill_all(self) -> None:
@@ -458,7 +458,7 @@ class Team:
 
     def _outcome(self) -> Outcome:
         endings = [self._ending(worker) for worker in self._workers.values() if not worker.lost]
-        members = tuple(m for m in self._roster.generation.members if m in self._workers)
+        members = tuple(member for member in self._roster.whole if not self._workers[member].lost)
         outcome = conclude(sorted(endings, key=lambda ending: ending.order))
         if self._poison is not None:
             outcome = Outcome(exit_code=EXIT_POISONED, failure=f"paceline: error: {self._poison}")
