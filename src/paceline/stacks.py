@@ -1,8 +1,12 @@
 """Stacks of all threads of a worker, on demand: of a worker that hangs, whatever it hangs in.
 
-The worker's half is `dump_on_signal`; `collect`, `users_line` and `new_file` are the supervisor's. The dump is written
-by a signal handler in C, so that it needs neither the interpreter nor a thread that runs. A stopped process writes it
-as soon as it goes on.
+The worker's half is `dump_on_signal`; `collect`, `users_line` and `new_file` are the supervisor's.
+
+[Note: two ways to ask] The signal's handler is in C and needs neither the interpreter nor a thread that runs. But it
+reads the stacks of the other threads as they are, and when one of those runs Python code meanwhile, the process may
+crash: one in some hundred dumps did, with several busy threads. So a thread of the process is asked to write, which
+holds the GIL for it. The signal is for a process whose threads do not run: it is stopped, and shall tell where, before
+it goes on; or none of them answers, since a call into C code keeps the GIL.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +29,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 _PATIENCE_S = 2.0
 _POLL_S = 0.005
 _BIT = 1 << (STACKS_SIGNAL - 1)
+_END = b"(these were all)\n"
 
 _OWN = str(Path(__file__).parent) + os.sep
 _LIBRARIES = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -35,10 +40,20 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in ')
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
-def dump_on_signal(path: Path) -> None:
-    """From now on this process appends the stacks of all its threads to ``path`` whenever `STACKS_SIGNAL` comes."""
+def dump_on_signal(path: Path) -> Callable[[], None]:
+    """From now on this process appends the stacks of all its threads to ``path`` whenever `STACKS_SIGNAL` comes.
+
+    Returns:
+        What does so at once, to be called by a thread that runs when the supervisor asks for it.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)  # open to the end
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+    def dump() -> None:
+        faulthandler.dump_traceback(file=descriptor, all_threads=True)
+        os.write(descriptor, _END)
+
+    return dump
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +65,14 @@ class Dumping:
         pid: a process that is not reaped yet, so that the number is still its own.
         path: as given to its `dump_on_signal`.
         doing: what it does, in a line for a person.
+        ask: has a thread of it call what `dump_on_signal` returned, if one runs; ``None``: the signal at once.
     """
 
     rank: int
     pid: int
     path: Path
     doing: str
+    ask: Callable[[], None] | None = None
 
 
 def collect(members: Sequence[Dumping], culprit: int, into: Path | None) -> str:
@@ -72,13 +89,14 @@ def collect(members: Sequence[Dumping], culprit: int, into: Path | None) -> str:
     Raises:
         OSError: the text cannot be written there.
     """
-    asked = {member.rank: _ask(member) for member in members}
+    ordered = sorted(members, key=lambda member: (member.rank != culprit, member.rank))
+    questions = [_Question(member) for member in ordered]
     deadline_s = time.monotonic() + _PATIENCE_S
-    sections = []
-    for member in sorted(members, key=lambda member: (member.rank != culprit, member.rank)):
-        answer = _answer(member, asked[member.rank], deadline_s)
-        sections.append(f"{_WORKER}{member.rank} (process {member.pid}): {member.doing}\n\n{answer}\n")
-    text = "\n".join(sections)
+    answers = [question.answer(deadline_s) for question in questions]
+    text = "\n".join(
+        f"{_WORKER}{member.rank} (process {member.pid}): {member.doing}\n\n{answer}\n"
+        for member, answer in zip(ordered, answers, strict=True)
+    )
     if into is not None:
         into.parent.mkdir(parents=True, exist_ok=True)
         into.write_text(text, encoding="utf-8")
@@ -140,45 +158,57 @@ def _is_users(file: str) -> bool:
     return not file.startswith(("<", _OWN, *_LIBRARIES)) and not _INSTALLED.search(file)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What was there when a process got the signal: bytes in its file, threads that do not take the signal anyway."""
+class _Question:
+    """Asks a process for its stacks, and takes what it has written since. One that does not listen is not asked: the
+    signal would end it."""
 
-    size: int
-    deaf: frozenset[str]
+    def __init__(self, member: Dumping) -> None:
+        self._member, self._process = member, Path(f"/proc/{member.pid}")
+        self._deaf: frozenset[str] | None = None
+        self._asked = _listens(self._process)
+        if self._asked:
+            self._size = member.path.stat().st_size
+            if _status(self._process).get("State", "").startswith("T"):
+                self._signal()
+                os.kill(member.pid, signal.SIGCONT)  # the handler comes first then
+            elif member.ask is None:
+                self._signal()
+            else:
+                member.ask()
 
+    def answer(self, deadline_s: float) -> str:
+        """Once it is whole, or it is `deadline_s` by `time.monotonic`."""
+        if not self._asked:
+            return "no stacks: the process has ended, or has not come far enough to tell them"
+        why = None
+        while not self._is_whole() and why is None:
+            now_s = time.monotonic()
+            if not _listens(self._process):
+                why = "no more stacks: the process has ended meanwhile"
+            elif now_s > deadline_s:
+                why = f"no more stacks: the process has not answered in {_PATIENCE_S:g} s"
+            elif self._deaf is None and now_s > deadline_s - _PATIENCE_S / 2:
+                self._signal()  # no thread of it runs
+            else:
+                time.sleep(_POLL_S)
+        dump = self._dump().removesuffix(_END).decode(errors="replace").strip()
+        return "\n\n".join(part for part in (dump, why) if part)
 
-def _ask(member: Dumping) -> _Asked | None:
-    """Sends the signal; ``None``: not sent, since it would end a process that does not listen for it."""
-    process = Path(f"/proc/{member.pid}")
-    if not _listens(process):
-        return None
-    asked = _Asked(size=member.path.stat().st_size, deaf=_blocking(process))
-    os.kill(member.pid, STACKS_SIGNAL)
-    if _status(process).get("State", "").startswith("T"):
-        os.kill(member.pid, signal.SIGCONT)
-    return asked
+    def _signal(self) -> None:
+        self._deaf = _blocking(self._process)  # threads that do not take the signal anyway
+        os.kill(self._member.pid, STACKS_SIGNAL)
 
+    def _dump(self) -> bytes:
+        return self._member.path.read_bytes()[self._size :]
 
-def _answer(member: Dumping, asked: _Asked | None, deadline_s: float) -> str:
-    """What the process has written since it was asked, once that is whole."""
-    process = Path(f"/proc/{member.pid}")
-    if asked is None:
-        return "no stacks: the process has ended, or has not come far enough to tell them"
-    while not (whole := _has_answered(member, process, asked)):
-        if not _listens(process):
-            return "no stacks: the process has ended meanwhile"
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(_POLL_S)
-    dump = member.path.read_bytes()[asked.size :].decode(errors="replace").strip()
-    return dump if whole else f"{dump}\nno more stacks: the process has not answered in {_PATIENCE_S:g} s".lstrip()
-
-
-def _has_answered(member: Dumping, process: Path, asked: _Asked) -> bool:
-    """Something is written, and the signal neither waits nor is being handled, for which time a thread blocks it."""
-    waits = int(_status(process).get("ShdPnd", "0"), 16) & _BIT
-    return not waits and member.path.stat().st_size > asked.size and _blocking(process) <= asked.deaf
+    def _is_whole(self) -> bool:
+        """It ends as a thread ends it; or something is there, and the signal neither waits nor is being handled, for
+        which time a thread blocks it."""
+        dump = self._dump()
+        if self._deaf is None or not dump:
+            return dump.endswith(_END)
+        waits = int(_status(self._process).get("ShdPnd", "0"), 16) & _BIT
+        return not waits and _blocking(self._process) <= self._deaf
 
 
 def _listens(process: Path) -> bool:
