@@ -70,11 +70,11 @@ def proof(path: Path) -> dict[str, Any]:
 
 
 def rows(out: str) -> dict[str, list[str]]:
-    """The table: by workers, the digest, the seconds and the verdict."""
+    """The table: by workers, the digest, the seconds, the verdict, and with faults what they cost."""
     lines = out.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("workers "))
     cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[head + 1 :]]
-    return {row[0]: row[1:] for row in cells if len(row) == 4}
+    return {row[0]: row[1:] for row in cells if len(row) in (4, 5)}
 
 
 @pytest.mark.long
@@ -136,6 +136,70 @@ def test_allreduce_is_shown_to_differ_and_by_how_much(place: Path) -> None:
     assert variation["weights"]["max_abs"] == pytest.approx(float(max(gaps.values())), rel=1e-3)
     assert 0 < variation["weights"]["relative"] < 1e-2
     assert f"apart ({variation['weights']['at']})" in ended.out and "gradients=allreduce" in ended.out
+
+
+def test_workers_that_are_killed_change_nothing(place: Path) -> None:
+    sentence = "kill worker=1 step=2; kill worker=0 step=4 at=update"
+    words = ("--workers", "1,3", "--steps", "6", "--faults", f"{sentence};")
+    ended = paceline("verify", "tiny.yaml", *words, "--out", "killed", cwd=place).check()
+    told = proof(place / "killed")
+    assert told["equal"] is True
+    assert [(run["workers"], run["faults"]) for run in told["variations"]] == [
+        ([1], None),
+        ([3], None),
+        ([3], sentence),
+    ]
+    assert len({tuple(run["digests"]) for run in told["variations"]}) == 1
+    cost = told["variations"][2]["cost"]
+    assert (cost["lost"], cost["restarts"]) == (2, 0) and 0 < cost["seconds"] < 30
+    table = rows(ended.out)
+    assert list(table) == ["1", "3", f"3, {sentence}"]
+    assert table[f"3, {sentence}"][2:] == ["yes", f"2 lost, {cost['seconds']:.2f} s"]
+    assert "not with the faults: workers 1; they need 2" in ended.out
+    assert "equal: 3 runs, the same bits after each of 6 steps; every fault was met" in ended.out
+    (start,) = read_events(place / "killed" / "3-faults" / "events.jsonl", "start")
+    assert start["workers"] == 3
+
+
+def test_a_fault_that_nobody_meets_is_an_error(place: Path) -> None:
+    """Of two workers, lane 7 is not worker 0's."""
+    sentence = "kill worker=1 step=2 lane=7; kill worker=0 step=2 lane=7"
+    words = ("--workers", "2", "--task.sample", "1", "--execution.faults", sentence, "--out", "unmet")
+    ended = paceline("verify", "leaky.yaml", *words, cwd=place).check(1)
+    assert "found 'kill worker=0 step=2 lane=7' not met in 4 steps" in ended.error
+    assert not (place / "unmet" / "proof.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("workers", "sentence", "lost", "restarts"),
+    [
+        ("1", "kill worker=0 step=3", 0, 1),
+        ("2", "term worker=1 step=2; interrupt worker=0 step=4", 0, 2),
+        ("3", "kill worker=2 step=2; kill worker=0 at=reform; crash worker=0 step=5 at=body", 3, 0),
+        ("3", "kill worker=1 step=3; kill worker=2 at=join", 1, 0),
+        ("2", "hang worker=1 step=3 lane=5; spin worker=0 step=5 at=exchange; stop worker=1 step=6", 3, 0),
+        ("2", "kill worker=0 step=4 at=save; kill worker=1 step=6 at=evaluate", 2, 0),
+    ],
+)
+def test_faults_of_every_kind_change_nothing(
+    place: Path, tmp_path: Path, workers: str, sentence: str, lost: int, restarts: int
+) -> None:
+    often = ("--execution.checkpoint_every", "2", "--execution.evaluate_every", "3", "--execution.hang_after_s", "3")
+    words = ("--workers", workers, "--steps", "8", "--faults", sentence, "--out", str(tmp_path / "out"))
+    paceline("verify", "tiny.yaml", *words, *often, cwd=place).check()
+    cost = proof(tmp_path / "out")["variations"][1]["cost"]
+    assert (cost["lost"], cost["restarts"]) == (lost, restarts)
+
+
+def test_a_sentence_that_cannot_be_read_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(place):
+        assert main(["verify", "tiny.yaml", "--workers", "2", "--faults", "kil worker=1 step=3"]) == 2
+        assert "Did you mean 'kill'?" in capsys.readouterr().err
+        assert main(["verify", "tiny.yaml", "--workers", "2", "--faults"]) == 2
+        assert "cannot read --faults: found nothing behind it" in capsys.readouterr().err
+        assert main(["verify", "tiny.yaml", "--workers", "1,2", "--faults=kill worker=2 step=3"]) == 2
+        assert "worker=2 in 'kill worker=2 step=3', and no such worker in this run" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_shows_its_error_and_gives_its_code(place: Path) -> None:

@@ -20,7 +20,7 @@ from paceline.parsing import Settings, TaskSpec
 from paceline.verify import verify
 from paceline.verify.runs import Variation, stops
 from paceline.verify.table import conclusion
-from paceline.verify.trace import HeldUp, StepBits, WeightGap, first_difference, held_up, trace_of, weight_gap
+from paceline.verify.trace import Cost, StepBits, WeightGap, cost_of, first_difference, trace_of, weight_gap
 
 LANES, NAMES = 3, ("model.a", "model.b", "optimizer.state.0.exp_avg")
 
@@ -190,10 +190,11 @@ def test_a_disturbed_run_must_be_whole_too() -> None:
         trace_of(events(5), workers=(3,), steps=5, disturbed=True)
 
 
-def test_what_faults_cost_is_read_from_changes_of_membership() -> None:
+def test_what_faults_cost_is_read_from_the_log() -> None:
     told = [{"event": "membership", "lost": lost, "seconds": s} for lost, s in ((2, 0.25), (0, 0.125), (1, 0.5))]
-    assert held_up([*told, *events(3)]) == HeldUp(lost=3, seconds=0.875)
-    assert held_up(events(3)) == HeldUp(lost=0, seconds=0.0)
+    assert cost_of([*told, *events(3)]) == Cost(lost=3, seconds=0.875, restarts=0)
+    assert cost_of([*told, *events(3, workers=(2, 2, 2))]) == Cost(lost=3, seconds=0.875, restarts=2)
+    assert cost_of(events(3)) == Cost(lost=0, seconds=0.0, restarts=0)
 
 
 def test_the_gap_between_weights() -> None:

@@ -19,11 +19,13 @@ from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, Pacelin
 from paceline.events import read_events
 from paceline.faults import Faults
 from paceline.parsing import Settings, dump
-from paceline.verify.trace import Difference, HeldUp, StepBits, WeightGap, held_up, trace_of
+from paceline.verify.trace import Cost, Difference, StepBits, WeightGap, cost_of, trace_of
 
 __all__ = ["Variation", "run", "stops"]
 
 _POLL_S = 0.2
+_ENDING_S = 20.0
+"""For a run that shall end before its time, which saves first: nobody needs what it saves."""
 _NAMED = 3
 """So many statements stand in a variation's name."""
 
@@ -36,7 +38,7 @@ class Variation:
     run_dir: Path
     faults: Faults = dataclasses.field(default_factory=Faults)
     seconds: float = 0.0
-    held_up: HeldUp | None = None
+    cost: Cost | None = None
     trace: list[StepBits] = dataclasses.field(default_factory=list)
     difference: Difference | None = None
     weights: WeightGap | None = None
@@ -120,7 +122,7 @@ def run(variation: Variation, settings: Settings, steps: int | None, watch: Call
     variation.trace = trace_of(events, workers=variation.workers, steps=steps, disturbed=disturbed)
     if disturbed:
         _check_fired(variation)
-        variation.held_up = held_up(events)
+        variation.cost = cost_of(events)
     return EXIT_DONE
 
 
@@ -149,7 +151,10 @@ def _execute(command: Sequence[str], logs: Path, watch: Callable[[], None]) -> i
                 watch()
         except BaseException:
             process.terminate()  # its supervisor hands it on, and leaves no worker behind
-            process.wait()
+            try:
+                process.wait(_ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its workers end with it
             raise
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 

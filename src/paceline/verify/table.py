@@ -10,18 +10,18 @@ from rich.table import Table
 
 from paceline.config import Recipe
 from paceline.verify.runs import Variation, stops
-from paceline.verify.trace import Difference
+from paceline.verify.trace import Cost, Difference
 
-__all__ = ["Display", "conclusion", "same"]
+__all__ = ["Display", "conclusion", "same", "told"]
 
 
 class Display:
     """The table: live on a terminal, else a line as each run ends.
 
-    Its last column, with ``faults`` only: how many workers were lost, and for how long that held up the others.
+    The last column is there with ``faults`` only.
     """
 
-    _HEAD = ("workers", "digest", "seconds", "same?", "lost")
+    _HEAD = ("workers", "digest", "seconds", "same?", "cost")
 
     def __init__(self, names: Sequence[str], *, faults: bool = False) -> None:
         self._head = self._HEAD if faults else self._HEAD[:-1]
@@ -56,9 +56,8 @@ class Display:
             self._print((variation.name, *self._cells(variation, digest, same)))
 
     def _cells(self, variation: Variation, digest: str, same: str) -> tuple[str, ...]:
-        held_up = variation.held_up
-        lost = "" if held_up is None else f"{held_up.lost}, {held_up.seconds:.2f} s"
-        return (digest, f"{variation.seconds:.1f}", same, lost)[: len(self._head) - 1]
+        cost = told(variation.cost) if variation.cost is not None else ""
+        return (digest, f"{variation.seconds:.1f}", same, cost)[: len(self._head) - 1]
 
     def _set(self, variation: Variation, digest: str, same: str) -> None:
         assert self._live is not None
@@ -71,12 +70,23 @@ class Display:
         self._live.update(table, refresh=True)
 
     def _print(self, row: Sequence[str]) -> None:
-        name, digest, seconds, same, *lost = row
-        print(f"{name:<{self._width}}  {digest:<16}  {seconds:>7}  {same:<5}  {''.join(lost)}".rstrip(), flush=True)
+        name, digest, seconds, same, *cost = row
+        print(f"{name:<{self._width}}  {digest:<16}  {seconds:>7}  {same:<5}  {''.join(cost)}".rstrip(), flush=True)
+
+
+def told(cost: Cost) -> str:
+    """The last column.
+
+    >>> told(Cost(lost=2, seconds=0.31, restarts=0)), told(Cost(lost=0, seconds=0.0, restarts=1))
+    ('2 lost, 0.31 s', '1 restart')
+    """
+    parts = [f"{cost.lost} lost, {cost.seconds:.2f} s"] if cost.lost or not cost.restarts else []
+    parts += [f"{cost.restarts} restart{'s' if cost.restarts > 1 else ''}"] if cost.restarts else []
+    return ", ".join(parts)
 
 
 def same(difference: Difference | None) -> str:
-    """The last column."""
+    """Whether its bits are the reference's."""
     return "yes" if difference is None else f"no, from step {difference.step}"
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from paceline.errors import PacelineError
 
 __all__ = [
+    "Cost",
     "Difference",
-    "HeldUp",
     "StepBits",
     "WeightGap",
+    "cost_of",
     "first_difference",
-    "held_up",
     "trace_of",
     "weight_gap",
 ]
@@ -54,16 +54,18 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldUp:
+class Cost:
     """What the faults of a run have cost it.
 
     Args:
-        lost: how many workers.
-        seconds: for how long the others stood still until all were at one, losses and replacements together.
+        lost: how many workers, while others were left.
+        seconds: for how long those stood still until all were at one again, losses and replacements together.
+        restarts: how often all had to start again, from a checkpoint or the beginning.
     """
 
     lost: int
     seconds: float
+    restarts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,16 +169,17 @@ def trace_of(
     return [done[step] for step in recorded]
 
 
-def held_up(events: Sequence[Mapping[str, Any]]) -> HeldUp:
+def cost_of(events: Sequence[Mapping[str, Any]]) -> Cost:
     """Of a run, from its log.
 
     >>> loss, join = {"lost": 1, "joined": 0, "seconds": 0.14}, {"lost": 0, "joined": 1, "seconds": 0.05}
-    >>> held_up([{"event": "membership", **loss}, {"event": "step"}, {"event": "membership", **join}])
-    HeldUp(lost=1, seconds=0.19)
+    >>> cost_of([{"event": "start"}, {"event": "membership", **loss}, {"event": "membership", **join}])
+    Cost(lost=1, seconds=0.19, restarts=0)
     """
     changes = [event for event in events if event["event"] == "membership"]
     seconds = math.fsum(event["seconds"] for event in changes)
-    return HeldUp(lost=sum(event["lost"] for event in changes), seconds=round(seconds, 3))
+    starts = sum(event["event"] == "start" for event in events)
+    return Cost(lost=sum(event["lost"] for event in changes), seconds=round(seconds, 3), restarts=max(0, starts - 1))
 
 
 def weight_gap(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightGap:
