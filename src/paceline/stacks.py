@@ -11,6 +11,7 @@ it goes on; or none of them answers, since a call into C code keeps the GIL.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -195,8 +196,9 @@ class _Question:
         return "\n\n".join(part for part in (dump, why) if part)
 
     def _signal(self) -> None:
+        """To the main thread, so that it is told where that one is, and not where it is going meanwhile."""
         self._deaf = _blocking(self._process)  # threads that do not take the signal anyway
-        os.kill(self._member.pid, STACKS_SIGNAL)
+        ctypes.CDLL(None).tgkill(self._member.pid, self._member.pid, int(STACKS_SIGNAL))
 
     def _dump(self) -> bytes:
         return self._member.path.read_bytes()[self._size :]
@@ -207,7 +209,7 @@ class _Question:
         dump = self._dump()
         if self._deaf is None or not dump:
             return dump.endswith(_END)
-        waits = int(_status(self._process).get("ShdPnd", "0"), 16) & _BIT
+        waits = int(_status(self._process).get("SigPnd", "0"), 16) & _BIT
         return not waits and _blocking(self._process) <= self._deaf
 
 
