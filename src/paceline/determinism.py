@@ -64,6 +64,7 @@ def seed_by(*key: int | str) -> int:
 
 def configure_process(*, threads: int, device: torch.device) -> None:
     """Sets all that moves bits without being asked: threads, denormals, algorithm choice. Once per worker."""
+    resolve_kernels()
     configure_thread(threads)
     torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), which imports the compiler
     # Filling every empty tensor with NaN only helps to find bugs, and costs a pass over memory.

@@ -176,7 +176,10 @@ class Link:
             self._pulse.beat()
             if not select.select([self._socket], [], [], _BEAT_S)[0]:
                 continue
-            message = self._socket.recv(_MESSAGE_BYTES)
+            try:
+                message = self._socket.recv(_MESSAGE_BYTES)
+            except ConnectionResetError:
+                return
             if not message:
                 return  # the kernel ends this process with its supervisor
             self._take(*decode(message))

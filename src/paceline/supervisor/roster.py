@@ -98,7 +98,9 @@ class Roster:
         if number == self.generation.number:
             members = (*self.generation.members, *self._waiting)
             joined, self._waiting = len(self._waiting), []
-            told = "a new worker has come in" if joined == 1 else f"{joined} new workers have come in"
+            told = {0: "nobody has come in", 1: "a new worker has come in"}.get(
+                joined, f"{joined} new workers have come in"
+            )
             self._publish(members, "join", told, joined=joined, now_s=now_s)
 
     def reform(self, told: str, *, now_s: float) -> None:
@@ -116,11 +118,10 @@ class Roster:
         self, members: tuple[int, ...], cause: Cause, told: str, *, lost: int = 0, joined: int = 0, now_s: float
     ) -> None:
         before = self.generation
-        if not self.formed and before.number and cause != "left":  # of one that never met, the news is part of this
-            lost, joined = lost + before.lost, joined + before.joined
-            told = f"{before.told}; {told}" if before.cause == "loss" else told
-            if before.began_s:
-                now_s = before.began_s
+        if not self.formed and before.cause in ("loss", "join", "reform"):  # its members never met: this tells it too
+            lost, joined, now_s = lost + before.lost, joined + before.joined, before.began_s
+            told = f"{before.told}; {told}" if cause == "loss" else before.told
+            cause = "loss" if "loss" in (before.cause, cause) else before.cause
         self.generation = Generation(
             number=before.number + 1, members=members, cause=cause, told=told, lost=lost, joined=joined, began_s=now_s
         )

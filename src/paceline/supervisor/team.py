@@ -7,6 +7,7 @@ that is killed: the kernel's parent-death signal is set before the worker's prog
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from paceline import env
 from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_POISONED, EXIT_PREEMPTED, PacelineError
+from paceline.events import warn
 from paceline.link import decode, encode
 from paceline.pulse import Beat, read_pulse
 from paceline.run_dir import replace_text
@@ -137,6 +139,7 @@ class Team:
         self._reforms = 0
         self._unreachable_s: float | None = None
         self._replacements = 0
+        self._empty_slots: list[int] = []
         self._oom = oom_kills()
         self._history: list[dict[str, object]] = []
         self.begin_again: str | None = None
@@ -167,8 +170,11 @@ class Team:
     def _turn(self) -> None:
         self._hand_on_signals()
         alive = {worker.process.link.fileno(): worker for worker in self._workers.values() if worker.code is None}
-        ended = [worker.process.pidfd for worker in alive.values()]
-        for descriptor in select.select([*alive, *ended], [], [], _TICK_S)[0]:
+        poll = select.poll()
+        for descriptor, worker in alive.items():
+            poll.register(descriptor, select.POLLIN)
+            poll.register(worker.process.pidfd, select.POLLIN)
+        for descriptor, _ in poll.poll(_TICK_S * 1000):
             if descriptor in alive:
                 self._hear(alive[descriptor])
         for worker in alive.values():
@@ -179,7 +185,9 @@ class Team:
         now_s = time.monotonic()
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
+            self._template.revive()
             self._serve_store()
+            self._start_replacements()
             self._look_for_hangs(now_s)
         if self._unreachable_s is not None and now_s > self._unreachable_s + _VERDICT_S:
             self._mend(now_s)
@@ -195,6 +203,8 @@ class Team:
         while True:
             try:
                 message = worker.process.link.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except ConnectionResetError:
+                continue  # it ended with words of ours unheard; its own come now
             except OSError:
                 return
             if not message:
@@ -250,6 +260,8 @@ class Team:
                 self._roster.left(worker.member, now_s=time.monotonic())
         elif code < 0 and not (self._stopping is not None and worker.told is None and -code in _OUTSIDE):
             self._take_loss(worker)
+        elif code > 0 and not self._roster.is_member(worker.member):
+            self._give_up_replacement(worker)
         elif code > 0:
             self._fail(f"worker {self._rank(worker)} failed")
 
@@ -275,6 +287,8 @@ class Team:
             return
         if not self._roster.is_member(worker.member):
             worker.lost = True
+            self._roster.gone(worker.member, cause, now_s=now_s)
+            worker.process.reap()
             self._replace(worker)
             return
         left = [w for w in self._workers.values() if w.code is None and self._roster.is_member(w.member)]
@@ -313,14 +327,39 @@ class Team:
             return
         self._replacements += 1
         if self._replacements > _REPLACEMENTS * self._job.workers:
+            warn("no replacement has come in; the others go on alone")
             return
-        self._start(worker.slot)
+        self._empty_slots.append(worker.slot)
+        self._start_replacements()
+
+    def _give_up_replacement(self, worker: _Worker) -> None:
+        """It failed before it came in: the others are none the worse, and the next one would fail alike."""
+        worker.lost = True
+        report = self._ending(worker).report
+        warn(f"a replacement could not come in: {report['message'] if report else 'it ended'} The others go on alone.")
+        self._roster.gone(worker.member, "", now_s=time.monotonic())
+        self._on_loss = "shrink"
+
+    def _start_replacements(self) -> None:
+        """Once the template is ready: one that was killed itself takes seconds to import torch again."""
+        while self._empty_slots and self._template.ready:
+            if self._stopping is not None or self._failing or self.begin_again is not None:
+                return
+            try:
+                self._start(self._empty_slots.pop())
+            except PacelineError as error:
+                warn(f"{error} The others go on alone.")
 
     def _serve_store(self) -> None:
-        if self._listener is not None and (self._store is None or self._store.ended() is not None):
-            if self._store is not None:
-                self._store.reap()
+        """A store that was killed is needed for the next meeting only: the next one serves on the same address."""
+        if self._listener is None or (self._store is not None and self._store.ended() is None):
+            return
+        if self._store is None:
             self._store = self._template.start_store(self._listener)
+        elif self._template.ready:
+            self._store.reap()
+            with contextlib.suppress(PacelineError):  # tried again at the next look
+                self._store = self._template.start_store(self._listener)
 
     def _look_for_hangs(self, now_s: float) -> None:
         members = [w for w in self._workers.values() if w.hello and not w.bye and w.code is None]
