@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "callsite": "",
     "faults": "errors",
     "pulse": "",
-    "stacks": "",
+    "stacks": "callsite",
     "signals": "errors",
     "link": "errors pulse",
     "worker": "errors env callsite run_dir",

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["calling", "raised_at"]
+__all__ = ["calling", "in_libraries", "raised_at"]
 
 _OWN = str(Path(__file__).parent) + os.sep
 _LIBRARIES = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -41,6 +41,11 @@ def raised_at(error: BaseException) -> str | None:
     last = users[-1]
     code = f": {last.line}" if last.line else ""
     return f"{last.filename}, line {last.lineno}, in {last.name}{code}"
+
+
+def in_libraries(file: str) -> bool:
+    """Whether ``file`` belongs to Paceline, to Python itself, or to what is installed."""
+    return file.startswith(("<", _OWN, *_LIBRARIES))
 
 
 def _is_users(frame: FrameType) -> bool:

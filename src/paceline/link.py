@@ -4,7 +4,8 @@ A message is a list: its kind, then its fields. From a worker: ``hello`` (a run 
 ``ready`` (stands at the door of a generation), ``lost`` (cannot reach the others), ``wait`` (takes a lost worker's
 place, and waits to be let in), ``admit`` (let those in that wait), ``stop`` (was asked to save and stop), ``restart``
 (nobody has a whole state), ``bye`` (the run has ended here). From the supervisor: ``generation``, ``go`` (all stand at
-its door: connect), ``candidate`` (one waits), ``stop``, ``end`` (the run is over, this is why).
+its door: connect), ``candidate`` (one waits), ``stop``, ``stacks`` (write down where you are), ``end`` (the run is
+over, this is why).
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Link:
         pulse: of this worker.
         on_generation: called in the link's thread with each new generation.
         on_stop: called in the link's thread with the exit code of a stop that the whole team is asked for.
+        on_stacks: called in the link's thread when the supervisor asks for this worker's stacks.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class Link:
         *,
         on_generation: Callable[[Generation], None],
         on_stop: Callable[[int], None],
+        on_stacks: Callable[[], None],
     ) -> None:
         self._socket = socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pulse, self._on_generation, self._on_stop = pulse, on_generation, on_stop
+        self._pulse, self._on_generation, self._on_stop, self._on_stacks = pulse, on_generation, on_stop, on_stacks
         self._changed = threading.Condition()
         self._newest: Generation | None = None
         self._go: tuple[int, int] | None = None  # a generation, and the number of its meeting
@@ -200,3 +203,5 @@ class Link:
             self._on_generation(self._newest)
         elif kind == "stop":
             self._on_stop(fields["exit_code"])
+        elif kind == "stacks":
+            self._on_stacks()

@@ -104,8 +104,13 @@ class FailoverTeam(TorchTeam):
         self._valid, self._in_loop = True, False
         self._last: list[bytes] = []
         self.pulse = Pulse(env.report_dir / f"pulse-{env.member}")
-        dump_on_signal(env.report_dir / f"stacks-{env.member}")
-        self._link = Link(env.link, self.pulse, on_generation=self._on_generation, on_stop=on_stop)
+        self._link = Link(
+            env.link,
+            self.pulse,
+            on_generation=self._on_generation,
+            on_stop=on_stop,
+            on_stacks=dump_on_signal(env.report_dir / f"stacks-{env.member}"),
+        )
         self._link.send("hello", **settings)
         first = self._link.await_generation(None, timeout_s)
         if self._member in first.members:

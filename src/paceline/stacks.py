@@ -16,11 +16,12 @@ import faulthandler
 import os
 import re
 import signal
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.callsite import in_libraries
 
 __all__ = ["STACKS_SIGNAL", "Dumping", "collect", "dump_on_signal", "new_file", "users_line"]
 
@@ -32,8 +33,6 @@ _POLL_S = 0.005
 _BIT = 1 << (STACKS_SIGNAL - 1)
 _END = b"(these were all)\n"
 
-_OWN = str(Path(__file__).parent) + os.sep
-_LIBRARIES = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 _WORKER = "=== worker "
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) .*\(most recent call first\):$")
@@ -156,7 +155,7 @@ def users_line(text: str, main_thread: int) -> str | None:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", _OWN, *_LIBRARIES)) and not _INSTALLED.search(file)
+    return not in_libraries(file) and not _INSTALLED.search(file)
 
 
 class _Question:

@@ -16,10 +16,11 @@ from pathlib import Path
 from paceline.config import Execution, Recipe
 from paceline.errors import EXIT_NO_PROGRESS
 from paceline.events import warn
+from paceline.supervisor.deaths import Deaths
 from paceline.supervisor.endings import Outcome
 from paceline.supervisor.handed import HandedSignals
 from paceline.supervisor.processes import Template
-from paceline.supervisor.team import Deaths, Job, Team
+from paceline.supervisor.team import Job, Team
 
 __all__ = ["Outcome", "Template", "default_workers", "resolve_workers", "run_workers", "supervise"]
 

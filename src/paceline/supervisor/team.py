@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -26,13 +27,14 @@ from paceline.link import decode, encode
 from paceline.pulse import Beat, read_pulse
 from paceline.run_dir import replace_text
 from paceline.stacks import Dumping, collect, new_file, users_line
-from paceline.supervisor.endings import STOPS, Ending, Outcome, conclude, signal_name
+from paceline.supervisor.deaths import FROM_OUTSIDE, Death, Deaths
+from paceline.supervisor.endings import STOPS, Ending, Outcome, conclude
 from paceline.supervisor.handed import HandedSignals
 from paceline.supervisor.processes import Process, Template
 from paceline.supervisor.roster import Roster
-from paceline.supervisor.watch import Hang, Watch, Watched, is_stopped, oom_kills
+from paceline.supervisor.watch import Hang, Watch, Watched, is_stopped
 
-__all__ = ["Deaths", "Job", "Team"]
+__all__ = ["Job", "Team"]
 
 _GRACE_S = 3.0
 """After a failure the other workers have this long to end by themselves and say so."""
@@ -42,13 +44,10 @@ _VERDICT_S = 5.0
 """Members that cannot reach each other though all of them live are told to meet anew after so long."""
 _TICK_S = 0.05
 _LOOK_S = 0.25
-_POISONED = 3
 _REFORMS = 3
 _REPLACEMENTS = 3
 """Without one of them having come in."""
 _MESSAGE_BYTES = 1 << 16
-_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-"""Signals that others send. A worker that dies by another one has done it to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +69,6 @@ class Job:
     record: Path | None
     restarts: int
     is_run: bool
-
-
-class Deaths:
-    """Where workers died by their own doing, over all teams of a job."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int | None, int | None], int] = {}
-
-    def poisoned(self, beat: Beat | None) -> bool:
-        """Counts a death; whether that step and lane has now ended as many workers as is enough."""
-        if beat is None or beat.step is None or beat.lane is None or beat.activity not in ("load", "compute"):
-            return False
-        place = (beat.step, beat.lane)
-        self._counts[place] = self._counts.get(place, 0) + 1
-        return self._counts[place] >= _POISONED
 
 
 @dataclass
@@ -140,7 +124,6 @@ class Team:
         self._unreachable_s: float | None = None
         self._replacements = 0
         self._empty_slots: list[int] = []
-        self._oom = oom_kills()
         self._history: list[dict[str, object]] = []
         self.begin_again: str | None = None
         self.furthest = 0
@@ -258,7 +241,7 @@ class Team:
                 self._fail(f"worker {self._rank(worker)} has ended in the middle of the run")
             else:
                 self._roster.left(worker.member, now_s=time.monotonic())
-        elif code < 0 and not (self._stopping is not None and worker.told is None and -code in _OUTSIDE):
+        elif code < 0 and not (self._stopping is not None and worker.told is None and -code in FROM_OUTSIDE):
             self._take_loss(worker)
         elif code > 0 and not self._roster.is_member(worker.member):
             self._give_up_replacement(worker)
@@ -268,43 +251,28 @@ class Team:
     def _take_loss(self, worker: _Worker) -> None:
         """A worker died by a signal."""
         assert worker.code is not None
-        now_s, rank, beat = time.monotonic(), self._rank(worker), read_pulse(worker.pulse)
-        number = -worker.code
-        oom, self._oom = self._oom, oom_kills()
-        starved = number == signal.SIGKILL and oom is not None and self._oom is not None and self._oom > oom
-        why = "was killed for want of memory" if starved else f"was killed by {signal_name(number)}"
-        where = "" if beat is None or beat.step is None else f" in step {beat.step}"
-        by_itself = starved or worker.told is not None or number not in _OUTSIDE
-        cause = worker.told or f"worker {rank} {why}{where}"
+        death = Death.of(self._rank(worker), -worker.code, read_pulse(worker.pulse), worker.told, self._deaths)
+        now_s, cause, member = time.monotonic(), death.cause, self._roster.is_member(worker.member)
+        others = [w for w in self._workers.values() if w.code is None and self._roster.is_member(w.member)]
         if self._on_loss is None and not any(other.hello for other in self._workers.values()):
             self._undecided.append(worker)  # perhaps this program makes no run, and cannot go on
             self._deadline = self._deadline or now_s + _GRACE_S
-            return
-        if by_itself and self._deaths.poisoned(beat):
-            assert beat is not None
-            self._poison = _poisoned(beat, cause)
+        elif death.poisoned is not None:
+            self._poison = death.poisoned
             self._fail(cause)
-            return
-        if not self._roster.is_member(worker.member):
-            worker.lost = True
-            self._roster.gone(worker.member, cause, now_s=now_s)
-            worker.process.reap()
+        elif self._on_loss == "stop" and member:
+            self._fail(cause)
+        elif not member:
+            self._give_up(worker, cause, now_s)
             self._replace(worker)
-            return
-        left = [w for w in self._workers.values() if w.code is None and self._roster.is_member(w.member)]
-        if self._on_loss == "stop":
-            self._fail(cause)
-        elif not any(w.code is None and not w.bye for w in left) and any(w.bye for w in self._workers.values()):
-            worker.lost = True  # the others have come to the end already
-        elif not left or self._on_loss == "restart" or self._roster.apart:
+        elif any(w.bye for w in self._workers.values()) and all(w.bye for w in others):
+            self._give_up(worker, cause, now_s)  # the others have come to the end already
+        elif not others or self._on_loss == "restart" or self._roster.apart:
             self._begin_again(cause)
         else:
-            worker.lost = True
-            self._history.append({"rank": rank, "pid": worker.process.pid, "why": cause, "time": time.time()})
-            self._roster.gone(worker.member, cause, now_s=now_s)
+            self._history.append({"rank": death.rank, "pid": worker.process.pid, "why": cause, "time": time.time()})
+            self._give_up(worker, cause, now_s)
             self._replace(worker)
-        if worker.lost:
-            worker.process.reap()
 
     # What is done
 
@@ -321,6 +289,12 @@ class Team:
         process = self._template.start(self._job.words, environ)
         self._workers[member] = _Worker(member, slot, process, self._job.folder / f"pulse-{member}")
 
+    def _give_up(self, worker: _Worker, cause: str, now_s: float) -> None:
+        """The others go on without it."""
+        worker.lost = True
+        self._roster.gone(worker.member, cause, now_s=now_s)
+        worker.process.reap()
+
     def _replace(self, worker: _Worker) -> None:
         """Starts another in its slot, unless nothing is to be gained by it."""
         if self._on_loss != "replace" or self._roster.several_runs or self._stopping is not None:
@@ -334,10 +308,9 @@ class Team:
 
     def _give_up_replacement(self, worker: _Worker) -> None:
         """It failed before it came in: the others are none the worse, and the next one would fail alike."""
-        worker.lost = True
         report = self._ending(worker).report
         warn(f"a replacement could not come in: {report['message'] if report else 'it ended'} The others go on alone.")
-        self._roster.gone(worker.member, "", now_s=time.monotonic())
+        self._give_up(worker, "", time.monotonic())
         self._on_loss = "shrink"
 
     def _start_replacements(self) -> None:
@@ -387,10 +360,15 @@ class Team:
                 pid=self._workers[one.id].process.pid,
                 path=self._job.folder / f"stacks-{one.id}",
                 doing=_doing(one.beat),
+                ask=functools.partial(self._tell, self._workers[one.id], "stacks"),
             )
             for one in watched
         ]
-        text = collect(everyone, hang.rank, into)
+        try:
+            text = collect(everyone, hang.rank, into)
+        except OSError as error:
+            warn(f"cannot keep the stacks of a worker that hangs: {error}")
+            text, into = "", None
         beat = read_pulse(worker.pulse)
         line = users_line(text, beat.main_thread) if beat is not None else None
         worker.told = hang.told(line) + (f"; stacks in {into}" if into is not None else "")
@@ -506,22 +484,12 @@ class Team:
     def _ending(self, worker: _Worker) -> Ending:
         code = EXIT_FAILED if worker.early else worker.code
         assert code is not None
-        if self._stopping is not None and (worker.by_us or -code in _OUTSIDE):
+        if self._stopping is not None and (worker.by_us or -code in FROM_OUTSIDE):
             code = self._stopping  # before it could answer better
         path = self._job.folder / f"worker-{worker.member}.json"
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         told = "ended in the middle of the run" if worker.early else worker.told
         return Ending(self._rank(worker), code, worker.ended, worker.by_us, report, told)
-
-
-def _poisoned(beat: Beat, told: str) -> PacelineError:
-    return PacelineError(
-        f"cannot get past step {beat.step}",
-        found=f"lane {beat.lane} of it has ended {_POISONED} workers, the last: {told}",
-        needed="samples and code that do not end the process",
-        fix="See its samples with `paceline order`, run it alone with PYTHONFAULTHANDLER=1 to see where, and mend the "
-        "data or the code; or start another run from the newest weights with recipe.init_from and another recipe.seed",
-    )
 
 
 def _doing(beat: Beat | None) -> str:
