@@ -14,10 +14,11 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-__all__ = ["WorkerEnv", "become", "for_worker", "read", "restarts"]
+__all__ = ["WorkerEnv", "become", "begun_again", "for_worker", "read", "restarts"]
 
 _REPORT_DIR = "PACELINE_REPORT_DIR"
 _MEMBER = "PACELINE_MEMBER"
+_RESTARTS = "PACELINE_RESTARTS"
 _LINK_FD = "PACELINE_LINK_FD"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,9 +71,15 @@ def read(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often the launcher (torchrun or Slurm) has started this run before; 0 the first time."""
+    """How often the launcher (Paceline's own, torchrun or Slurm) has started this run before; 0 the first time."""
     env = os.environ if environ is None else environ
-    return max(_number(env, name, default=0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = (_RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return max(_number(env, name, default=0) for name in counts)
+
+
+def begun_again(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether Paceline's own supervisor has started this team anew, since none of the one before was left."""
+    return _number(os.environ if environ is None else environ, _RESTARTS, default=0) > 0
 
 
 def for_worker(member: int, slot: int, workers: int, *, port: int, report_dir: Path, restarts: int) -> dict[str, str]:
@@ -92,7 +99,7 @@ def for_worker(member: int, slot: int, workers: int, *, port: int, report_dir: P
     env |= {"RANK": str(slot), "WORLD_SIZE": str(workers), "LOCAL_RANK": str(slot)}
     env |= {_REPORT_DIR: str(report_dir), _MEMBER: str(member)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env["TORCHELASTIC_RESTART_COUNT"] = str(max(restarts, _number(env, "TORCHELASTIC_RESTART_COUNT", default=0)))
+    env[_RESTARTS] = str(restarts)
     # One machine: no other may reach in.
     env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return env

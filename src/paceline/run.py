@@ -101,8 +101,8 @@ class Run(Member):
         self.device = resolve_device(recipe.device, here.local_rank if here else 0)
         self.recipe = dataclasses.replace(recipe, device="cuda" if self.device.type == "cuda" else "cpu")
         configure_process(threads=recipe.threads, device=self.device)
-        resume = checked_resume(resume, self.execution) or "never"
-        if resume == "never" and env.restarts():
+        resume = checked_resume(resume, self.execution) or ("auto" if env.restarts() else "never")
+        if resume == "never" and env.begun_again():
             resume = "auto"
         self.run_dir = Path(self.execution.run_dir) if self.execution.run_dir else None
         self._stop_requested = 0

@@ -87,5 +87,5 @@ def test_a_language_model_imports_nothing_of_the_other_tasks(tmp_path: Path, dev
     words = ["train", config.name, "-n", "1", "--recipe.steps", "1"]
     ended = paceline(*words, cwd=tmp_path, extra={"PYTHONPROFILEIMPORTTIME": "1"}).check()
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", ended.err, re.MULTILINE))
-    assert imported >= {"torch", "paceline.tasks.causal_lm", "paceline.train"}
+    assert imported >= {"torch", "paceline.tasks.causal_lm", "paceline.loop"}
     assert not imported & {"sklearn", "transformers", "scipy", "pandas"}

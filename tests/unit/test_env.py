@@ -90,7 +90,7 @@ def test_contradictions_are_refused(environ: dict[str, str], beat: str) -> None:
 def test_a_worker_reads_what_its_supervisor_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    worker = env.read(env.for_worker(1, 3, port=4711, report_dir=tmp_path))
+    worker = env.read(env.for_worker(7, 1, 3, port=4711, report_dir=tmp_path, restarts=2))
     assert worker == env.WorkerEnv(
         rank=1,
         world_size=3,
@@ -99,12 +99,18 @@ def test_a_worker_reads_what_its_supervisor_wrote(tmp_path: Path, monkeypatch: p
         master_port=4711,
         store_hosted=True,
         report_dir=tmp_path,
+        restarts=2,
+        member=7,
     )
 
 
-def test_a_team_of_one_needs_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "1")  # left over from elsewhere
-    environ = env.for_worker(0, 1, port=None, report_dir=tmp_path)
-    assert "MASTER_PORT" not in environ
-    worker = env.read(environ)
-    assert worker is not None and (worker.world_size, worker.store_hosted) == (1, False)
+def test_only_our_own_supervisor_begins_again(tmp_path: Path) -> None:
+    for restarts, again in ((0, False), (1, True)):
+        environ = env.for_worker(0, 0, 1, port=1, report_dir=tmp_path, restarts=restarts)
+        assert (env.begun_again(environ), env.restarts(environ)) == (again, restarts)
+    assert not env.begun_again({"TORCHELASTIC_RESTART_COUNT": "3"})
+
+
+def test_no_other_machine_reaches_into_a_team_of_one_machine(tmp_path: Path) -> None:
+    environ = env.for_worker(0, 0, 1, port=1, report_dir=tmp_path, restarts=0)
+    assert (environ["MASTER_ADDR"], environ["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")

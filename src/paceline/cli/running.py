@@ -117,7 +117,7 @@ def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:
                 raise ConfigError(
                     "cannot read --resume", found=value, needed=" or ".join(modes), fix=did_you_mean(value, modes)
                 )
-            resume = value if value != "never" or not env.restarts() else "auto"  # type: ignore[assignment]
+            resume = value if value != "never" or not env.begun_again() else "auto"  # type: ignore[assignment]
         elif word in ("--print_config", "--print-config"):
             print_config = True
         else:
