@@ -52,7 +52,11 @@ def main() -> None:
     show("4. The proof, on a little job: the same bits on any number of workers")
     call("paceline", "verify", "examples/tiny.yaml", "--workers", "1,2,3")
 
-    show("5. The same little job in plain DistributedDataParallel")
+    show("5. Lose a worker, lose nothing: two of three workers are killed (kill -9) on the way")
+    faults = "kill worker=1 step=7; kill worker=0 step=13"
+    call("paceline", "verify", "examples/tiny.yaml", "--workers", "3", "--faults", faults)
+
+    show("6. The same little job in plain DistributedDataParallel")
     lines = [
         call("torchrun", "--standalone", f"--nproc_per_node={n}", "examples/plain_ddp.py", "examples/tiny.yaml")
         for n in (1, 2, 3)
