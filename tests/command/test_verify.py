@@ -177,8 +177,8 @@ def test_a_fault_that_nobody_meets_is_an_error(place: Path) -> None:
         ("1", "kill worker=0 step=3", 0, 1),
         ("2", "term worker=1 step=2; interrupt worker=0 step=4", 0, 2),
         ("3", "kill worker=2 step=2; kill worker=0 at=reform; crash worker=0 step=5 at=body", 3, 0),
-        ("3", "kill worker=1 step=3; kill worker=2 at=join", 1, 0),
-        ("2", "hang worker=1 step=3 lane=5; spin worker=0 step=5 at=exchange; stop worker=1 step=6", 3, 0),
+        ("3", "kill worker=1 step=3; kill worker=2 at=join", 2, 0),
+        ("2", "hang worker=1 step=3 lane=5; spin worker=0 step=5 at=exchange; stop worker=0 step=7", 3, 0),
         ("2", "kill worker=0 step=4 at=save; kill worker=1 step=6 at=evaluate", 2, 0),
     ],
 )
