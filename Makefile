@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test check format bench chaos clean
 
 setup: .venv/ready
 
@@ -31,6 +31,9 @@ demo: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step.py
+
+chaos: setup
+	$(BIN)/python benchmarks/chaos.py --out build/chaos.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
