@@ -133,8 +133,8 @@ def _check_fired(variation: Variation) -> None:
             f"cannot prove anything by the run with workers {variation.name}",
             found=f"{', '.join(map(repr, unfired))} not met in {len(variation.trace)} steps",
             needed="a run that meets every fault as often as asked",
-            fix="Name a step, lane and place that this worker comes to. After a loss the others move up, and some steps "
-            "later a replacement comes in as the last",
+            fix="Name a step, lane and place that this worker comes to. After a loss the others move up, and a "
+            "replacement comes in, as the last, some steps later",
         )
 
 
