@@ -189,7 +189,7 @@ def changed(text: str, change: Sequence[str], place: str = "") -> str:
     return text.replace(old, new)
 
 
-TIMES = re.compile(r"[\d.]+[kM]? (?:samples|tokens)/s|eta \d+:\d\d|\d+\.\d s\b|(?<=[0-9a-f]{16}) +\d+\.\d\b")
+TIMES = re.compile(r"[\d.]+[kM]? (?:samples|tokens)/s|eta \d+:\d\d|\d+\.\d+ s\b|(?<=[0-9a-f]{16}) +\d+\.\d\b")
 WORDS = re.compile(r"\b[0-9a-f]{16,64}\b|\d+\.\d+(?:e[+-]?\d+)?|\d+|[^\s\d]+")
 
 
