@@ -88,6 +88,7 @@ class Link:
         on_generation: called in the link's thread with each new generation.
         on_stop: called in the link's thread with the exit code of a stop that the whole team is asked for.
         on_stacks: called in the link's thread when the supervisor asks for this worker's stacks.
+        on_beat: called in the link's thread a few times a second.
     """
 
     def __init__(
@@ -98,9 +99,11 @@ class Link:
         on_generation: Callable[[Generation], None],
         on_stop: Callable[[int], None],
         on_stacks: Callable[[], None],
+        on_beat: Callable[[], None],
     ) -> None:
         self._socket = socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pulse, self._on_generation, self._on_stop, self._on_stacks = pulse, on_generation, on_stop, on_stacks
+        self._pulse, self._on_generation, self._on_stop = pulse, on_generation, on_stop
+        self._on_stacks, self._on_beat = on_stacks, on_beat
         self._changed = threading.Condition()
         self._newest: Generation | None = None
         self._go: tuple[int, int] | None = None  # a generation, and the number of its meeting
@@ -177,6 +180,7 @@ class Link:
     def _listen(self) -> None:
         while not self._closed:
             self._pulse.beat()
+            self._on_beat()
             if not select.select([self._socket], [], [], _BEAT_S)[0]:
                 continue
             try:

@@ -100,6 +100,7 @@ class FailoverTeam(TorchTeam):
         self._member, self._records = env.member, _Records(env.report_dir / "records")
         self._group_of: int | None = None  # number of the generation whose group is open, or being opened
         self._others: dict[int, str] = {}  # sockets that were open before it
+        self._own: dict[int, str] | None = None  # its own; None: they are being opened
         self._abandoned = False
         self._valid, self._in_loop = True, False
         self._last: list[bytes] = []
@@ -110,6 +111,7 @@ class FailoverTeam(TorchTeam):
             on_generation=self._on_generation,
             on_stop=on_stop,
             on_stacks=dump_on_signal(env.report_dir / f"stacks-{env.member}"),
+            on_beat=self._cut_again,
         )
         self._link.send("hello", **settings)
         first = self._link.await_generation(None, timeout_s)
@@ -245,13 +247,14 @@ class FailoverTeam(TorchTeam):
         self.rank, self.world_size = generation.members.index(self._member), len(generation.members)
         self.fire("reform")
         self._abandoned = False
-        self._others, self._group_of = open_sockets(), generation.number
+        self._others, self._own, self._group_of = open_sockets(), None, generation.number
         if self._link.superseded(generation.number):  # before there was anything to cut
             raise StepAbandoned
         if self.world_size > 1:
             with self._reaching():
                 store = self._store()
                 self._connect(store, name)
+        self._own = self._opened()
         self.submit(lambda: self.all_gather(torch.zeros(1, device=self.device))).wait()
         if self.world_size > 1 and self.rank == 0:
             with self._reaching():
@@ -327,7 +330,16 @@ class FailoverTeam(TorchTeam):
         if self._group_of is None:
             return
         self._abort()
-        cut({descriptor: link for descriptor, link in open_sockets().items() if self._others.get(descriptor) != link})
+        cut(self._opened() if self._own is None else self._own)
+
+    def _cut_again(self) -> None:
+        """In the link's thread: what was not open yet when the group was cut the first time."""
+        if self._abandoned and self._own is None:
+            self._cut()
+
+    def _opened(self) -> dict[int, str]:
+        """Sockets that were opened since this worker came to the meeting."""
+        return {descriptor: link for descriptor, link in open_sockets().items() if self._others.get(descriptor) != link}
 
     def _on_generation(self, generation: Generation) -> None:
         """In the link's thread: what is at work in the group of an earlier generation cannot end any more."""

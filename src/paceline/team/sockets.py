@@ -15,6 +15,8 @@ from pathlib import Path
 
 __all__ = ["cut", "open_sockets"]
 
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
+
 
 def open_sockets() -> dict[int, str]:
     """Each socket's descriptor, and what the kernel calls it: descriptors are given again to others."""
@@ -28,10 +30,11 @@ def open_sockets() -> dict[int, str]:
 
 
 def cut(sockets: Mapping[int, str]) -> None:
-    """Shuts down those of ``sockets`` that are still the same and connected over TCP. Safe in any thread."""
+    """Shuts down those of ``sockets`` that are still the same, and connected over TCP with a process of this machine.
+    Safe in any thread."""
     now = open_sockets()
     for descriptor in (fd for fd, link in sockets.items() if now.get(fd) == link):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                one.getpeername()  # raises for one that listens, whose end gloo takes for a bug
+            # The name of the peer raises for one that listens, whose end gloo takes for a bug.
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[0].startswith(_LOOPBACK):
                 one.shutdown(socket.SHUT_RDWR)
