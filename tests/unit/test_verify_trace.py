@@ -191,9 +191,10 @@ def test_a_disturbed_run_must_be_whole_too() -> None:
 
 
 def test_what_faults_cost_is_read_from_the_log() -> None:
-    told = [{"event": "membership", "lost": lost, "seconds": s} for lost, s in ((2, 0.25), (0, 0.125), (1, 0.5))]
-    assert cost_of([*told, *events(3)]) == Cost(lost=3, seconds=0.875, restarts=0)
-    assert cost_of([*told, *events(3, workers=(2, 2, 2))]) == Cost(lost=3, seconds=0.875, restarts=2)
+    changes = [(2, 0, 0.25), (3, 1, 0.125), (3, 1, 0.25), (1, 0, 0.5)]  # the third: one was lost as one came in
+    told = [{"event": "membership", "workers": n, "joined": new, "seconds": s} for n, new, s in changes]
+    assert cost_of([*events(3, workers=(3,)), *told]) == Cost(lost=4, seconds=1.125, restarts=0)
+    assert cost_of([*events(3, workers=(3,)), *told, *events(3), *events(3)]) == Cost(lost=4, seconds=1.125, restarts=2)
     assert cost_of(events(3)) == Cost(lost=0, seconds=0.0, restarts=0)
 
 

@@ -170,16 +170,25 @@ def trace_of(
 
 
 def cost_of(events: Sequence[Mapping[str, Any]]) -> Cost:
-    """Of a run, from its log.
+    """Of a run, from its log. Workers are counted, since a change that a further loss overtakes leaves no event.
 
-    >>> loss, join = {"lost": 1, "joined": 0, "seconds": 0.14}, {"lost": 0, "joined": 1, "seconds": 0.05}
-    >>> cost_of([{"event": "start"}, {"event": "membership", **loss}, {"event": "membership", **join}])
+    >>> loss, join = {"workers": 1, "joined": 0, "seconds": 0.14}, {"workers": 2, "joined": 1, "seconds": 0.05}
+    >>> start = {"event": "start", "workers": 2}
+    >>> cost_of([start, {"event": "membership", **loss}, {"event": "membership", **join}])
     Cost(lost=1, seconds=0.19, restarts=0)
     """
-    changes = [event for event in events if event["event"] == "membership"]
-    seconds = math.fsum(event["seconds"] for event in changes)
-    starts = sum(event["event"] == "start" for event in events)
-    return Cost(lost=sum(event["lost"] for event in changes), seconds=round(seconds, 3), restarts=max(0, starts - 1))
+    workers = lost = starts = 0
+    seconds = []
+    for event in events:
+        if event["event"] == "membership":
+            lost += workers + event["joined"] - event["workers"]
+            seconds.append(event["seconds"])
+        elif event["event"] == "start":
+            starts += 1
+        else:
+            continue
+        workers = event["workers"]
+    return Cost(lost=lost, seconds=round(math.fsum(seconds), 3), restarts=max(0, starts - 1))
 
 
 def weight_gap(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightGap:
