@@ -109,7 +109,8 @@ class Run(Member):
         super().__init__(join(here, self.recipe, self.execution, self.device, on_stop=self._note_stop))
         tell_uncaught_errors(alone=world_size == 1)  # torch.distributed has put its own way in the place of ours
         self.team.faults = Faults.parse(self.execution.faults)
-        self.team.fault_marks = self.run_dir / "faults" if self.run_dir else here.report_dir if here else None
+        marks = self.run_dir or (here.report_dir.parent if here and here.report_dir else None)  # outlives a restart
+        self.team.fault_marks = marks / "faults" if marks else None
         try:
             check_recipe(self.team, self.recipe)
             self.team.room = 2 * recipe.lanes  # a loss and a weight for each that a worker may come to drive

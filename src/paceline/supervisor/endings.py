@@ -33,7 +33,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Ending:
     """How one worker ended. ``exit_code`` is negative for a signal; ``by_us``: ended because another failed; ``told``:
-    what is known of it besides."""
+    why, if it hung; ``early``: without a failure, while the others go on."""
 
     rank: int
     exit_code: int
@@ -41,6 +41,7 @@ class Ending:
     by_us: bool
     report: dict[str, Any] | None
     told: str | None = None
+    early: bool = False
 
     @property
     def kind(self) -> str:
@@ -90,11 +91,16 @@ def conclude(endings: Sequence[Ending]) -> Outcome:
 
 
 def _unreported(ending: Ending) -> PacelineError:
+    if ending.early:
+        return PacelineError(
+            f"worker {ending.rank} has ended before the others",
+            found="exit code 0 in the middle of the run, or without a paceline.Run",
+            needed="the same calls on every worker",
+            fix="Make the run on every worker, and leave it on all or none",
+        )
     if ending.told is not None:
         return PacelineError(
-            ending.told if ending.told.startswith("worker") else f"worker {ending.rank} {ending.told}",
-            needed="every worker alive to the end",
-            fix="Go on from the last checkpoint with --resume",
+            ending.told, needed="every worker at work to the end", fix="Go on from the last checkpoint with --resume"
         )
     if ending.exit_code >= 0:
         return PacelineError(

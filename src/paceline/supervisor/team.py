@@ -21,18 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import env
-from paceline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_POISONED, EXIT_PREEMPTED, PacelineError
+from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_POISONED, EXIT_PREEMPTED, PacelineError
 from paceline.events import warn
 from paceline.link import decode, encode
-from paceline.pulse import Beat, read_pulse
+from paceline.pulse import read_pulse
 from paceline.run_dir import replace_text
-from paceline.stacks import Dumping, collect, new_file, users_line
 from paceline.supervisor.deaths import FROM_OUTSIDE, Death, Deaths
 from paceline.supervisor.endings import STOPS, Ending, Outcome, conclude
 from paceline.supervisor.handed import HandedSignals
+from paceline.supervisor.hangs import Hangs, Member
 from paceline.supervisor.processes import Process, Template
 from paceline.supervisor.roster import Roster
-from paceline.supervisor.watch import Hang, Watch, Watched, is_stopped
 
 __all__ = ["Job", "Team"]
 
@@ -85,6 +84,8 @@ class _Worker:
     ended: float = 0.0
     by_us: bool = False
     told: str | None = None
+    idle_s: float = 0.0
+    """For how long the others waited for it, before it was found to hang."""
     early: bool = False
     """It ended without a failure, and without having come to the end of its run."""
     lost: bool = False
@@ -100,7 +101,6 @@ class Team:
 
     Attributes:
         begin_again: why all that is left of the team had to be ended, to start again from the newest checkpoint.
-        furthest: the furthest step that a worker has come to.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Team:
         self._roster = Roster(range(job.workers))
         self._on_loss = "replace" if job.is_run else None
         self._run_dir: Path | None = None
-        self._watch = Watch(None, 600.0)
+        self._hangs = Hangs(None, 600.0)
         self._undecided: list[_Worker] = []
         self._deadline: float | None = None
         self._stopping: int | None = None
@@ -126,7 +126,11 @@ class Team:
         self._empty_slots: list[int] = []
         self._history: list[dict[str, object]] = []
         self.begin_again: str | None = None
-        self.furthest = 0
+
+    @property
+    def furthest(self) -> int:
+        """The furthest step that a worker has come to."""
+        return self._hangs.furthest
 
     def run(self) -> Outcome:
         """Returns how they ended; with `begin_again` set that is not the end of the job."""
@@ -171,7 +175,7 @@ class Team:
             self._template.revive()
             self._serve_store()
             self._start_replacements()
-            self._look_for_hangs(now_s)
+            self._look_for_hangs()
         if self._unreachable_s is not None and now_s > self._unreachable_s + _VERDICT_S:
             self._mend(now_s)
         if self._deadline is not None and now_s > self._deadline:
@@ -199,8 +203,9 @@ class Team:
                 self._on_loss = fields["on_loss"]
                 self._run_dir = Path(fields["run_dir"]) if fields["run_dir"] else None
                 if worker.member == 0 and not self._roster.several_runs:
-                    self._watch = Watch(fields["hang_after_s"], fields["timeout_s"])
+                    self._hangs = Hangs(fields["hang_after_s"], fields["timeout_s"])
                 self._roster.hello(worker.member)
+                self._refuse_without_run()
                 undecided, self._undecided = self._undecided, []
                 if undecided:
                     self._deadline = None
@@ -236,11 +241,11 @@ class Team:
         if self._failing or self.begin_again is not None:
             return
         if code in STOPS:
-            if worker.hello and not worker.bye and code == 0 and not self._signals.received:
-                worker.early = True
-                self._fail(f"worker {self._rank(worker)} has ended in the middle of the run")
+            if worker.hello and not worker.bye and code == EXIT_DONE and not self._signals.received:
+                self._fail_early(worker)
             else:
                 self._roster.left(worker.member, now_s=time.monotonic())
+                self._refuse_without_run()
         elif code < 0 and not (self._stopping is not None and worker.told is None and -code in FROM_OUTSIDE):
             self._take_loss(worker)
         elif code > 0 and not self._roster.is_member(worker.member):
@@ -271,7 +276,7 @@ class Team:
             self._begin_again(cause)
         else:
             self._history.append({"rank": death.rank, "pid": worker.process.pid, "why": cause, "time": time.time()})
-            self._give_up(worker, cause, now_s)
+            self._give_up(worker, cause, now_s - worker.idle_s)
             self._replace(worker)
 
     # What is done
@@ -334,45 +339,25 @@ class Team:
             with contextlib.suppress(PacelineError):  # tried again at the next look
                 self._store = self._template.start_store(self._listener)
 
-    def _look_for_hangs(self, now_s: float) -> None:
+    def _look_for_hangs(self) -> None:
         members = [w for w in self._workers.values() if w.hello and not w.bye and w.code is None]
-        members = [w for w in members if self._roster.is_member(w.member)]
-        watched = []
-        for worker in members:
-            beat = read_pulse(worker.pulse)
-            if beat is not None and beat.step is not None:
-                self.furthest = max(self.furthest, beat.step)
-            stopped = is_stopped(worker.process.pid)
-            watched.append(Watched(id=worker.member, rank=self._rank(worker), beat=beat, stopped=stopped))
-        if self._failing or self.begin_again is not None:
-            return
-        hang = self._watch.look(watched, time.monotonic())
-        if hang is not None:
-            self._end_hung(hang, watched)
-
-    def _end_hung(self, hang: Hang, watched: Sequence[Watched]) -> None:
-        """Saves the stacks of all, and kills the one to blame: then it is a loss like any other."""
-        worker = self._workers[hang.id]
-        into = new_file(self._run_dir / "hangs", hang.step, hang.rank) if self._run_dir is not None else None
-        everyone = [
-            Dumping(
-                rank=one.rank,
-                pid=self._workers[one.id].process.pid,
-                path=self._job.folder / f"stacks-{one.id}",
-                doing=_doing(one.beat),
-                ask=functools.partial(self._tell, self._workers[one.id], "stacks"),
+        watched = [
+            Member(
+                id=w.member,
+                rank=self._rank(w),
+                process=w.process,
+                pulse=w.pulse,
+                stacks=self._job.folder / f"stacks-{w.member}",
+                ask=functools.partial(self._tell, w, "stacks"),
             )
-            for one in watched
+            for w in members
+            if self._roster.is_member(w.member)
         ]
-        try:
-            text = collect(everyone, hang.rank, into)
-        except OSError as error:
-            warn(f"cannot keep the stacks of a worker that hangs: {error}")
-            text, into = "", None
-        beat = read_pulse(worker.pulse)
-        line = users_line(text, beat.main_thread) if beat is not None else None
-        worker.told = hang.told(line) + (f"; stacks in {into}" if into is not None else "")
-        worker.process.kill_group(signal.SIGKILL)
+        hang = self._hangs.look(watched)
+        if hang is not None and not self._failing and self.begin_again is None:
+            worker = self._workers[hang.id]
+            worker.told, worker.idle_s = self._hangs.tell(hang, watched, self._run_dir), hang.elapsed_s
+            worker.process.kill_group(signal.SIGKILL)  # from now on it is a loss like any other
 
     def _mend(self, now_s: float) -> None:
         """Members that live cannot reach each other."""
@@ -397,6 +382,17 @@ class Team:
         for worker in self._workers.values():
             if worker.code is None and worker.hello:
                 self._tell(worker, "end", told=f"{told}.")
+
+    def _fail_early(self, worker: _Worker) -> None:
+        worker.early = True
+        self._fail(f"worker {self._rank(worker)} has ended in the middle of the run")
+
+    def _refuse_without_run(self) -> None:
+        """A program that makes a run on some workers, and has ended without one on another."""
+        if any(worker.hello for worker in self._workers.values()):
+            for worker in self._workers.values():
+                if worker.code == EXIT_DONE and not worker.hello and self._stopping is None:
+                    self._fail_early(worker)
 
     def _end_undecided(self) -> None:
         for worker in self._undecided:
@@ -488,13 +484,4 @@ class Team:
             code = self._stopping  # before it could answer better
         path = self._job.folder / f"worker-{worker.member}.json"
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        told = "ended in the middle of the run" if worker.early else worker.told
-        return Ending(self._rank(worker), code, worker.ended, worker.by_us, report, told)
-
-
-def _doing(beat: Beat | None) -> str:
-    if beat is None:
-        return "start"
-    step = f", step {beat.step}" if beat.step is not None else ""
-    call = f", {beat.call}" if beat.activity == "wait" and beat.call else ""
-    return f"{beat.activity}{step}{call}"
+        return Ending(self._rank(worker), code, worker.ended, worker.by_us, report, worker.told, worker.early)
