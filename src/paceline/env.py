@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-__all__ = ["WorkerEnv", "become", "begun_again", "for_worker", "read", "restarts"]
+__all__ = ["WorkerEnv", "become", "begun_again", "for_template", "for_worker", "read", "restarts"]
 
 _REPORT_DIR = "PACELINE_REPORT_DIR"
 _MEMBER = "PACELINE_MEMBER"
@@ -80,6 +80,13 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
 def begun_again(environ: Mapping[str, str] | None = None) -> bool:
     """Whether Paceline's own supervisor has started this team anew, since none of the one before was left."""
     return _number(os.environ if environ is None else environ, _RESTARTS, default=0) > 0
+
+
+def for_template() -> dict[str, str]:
+    """The environment of the process that workers are forked from; torch reads some of it when it is imported."""
+    env = dict(os.environ)
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that is cut, as failover does, is told at length
+    return env
 
 
 def for_worker(member: int, slot: int, workers: int, *, port: int, report_dir: Path, restarts: int) -> dict[str, str]:

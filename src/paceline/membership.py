@@ -54,6 +54,10 @@ _LOOP = "the end of the loop over the steps"
 class State(Protocol):
     """What a worker that is behind, or new, takes over from one that is ahead."""
 
+    @property
+    def position(self) -> int:
+        """Finished steps."""
+
     def pack(self) -> Any:
         """Picklable values, with tensors that are not copied."""
 
@@ -201,7 +205,7 @@ class FailoverTeam(TorchTeam):
                 self._records.replay(_LOOP, self.pulse)
                 return False
             time.sleep(_POLL_S)
-        self.fire("join")
+        self.fire("join", step=self._step())
         self.reform()
         return True
 
@@ -235,6 +239,7 @@ class FailoverTeam(TorchTeam):
             except StepAbandoned:
                 continue
             break
+        self._link.send("met", number=generation.number)
         self.generation, self.replaying = generation, False
         self.formed += 1
         self._records.catch_up(write=self.rank == 0)
@@ -245,7 +250,7 @@ class FailoverTeam(TorchTeam):
     def _meet(self, generation: Generation, name: str) -> None:
         """Connects with the others of ``generation``, in the group ``name``, and returns when all have."""
         self.rank, self.world_size = generation.members.index(self._member), len(generation.members)
-        self.fire("reform")
+        self.fire("reform", step=self._step())
         self._abandoned = False
         self._others, self._own, self._group_of = open_sockets(), None, generation.number
         if self._link.superseded(generation.number):  # before there was anything to cut
@@ -288,7 +293,7 @@ class FailoverTeam(TorchTeam):
         parcel = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device)
         size = torch.tensor([len(parcel)], device=self.device)
         full = [tensor.to(self.device) for tensor in tensors if tensor.numel()]
-        self.fire("copy")
+        self.fire("copy", step=self._step())
         sends = [(rank, one) for one in (size, parcel, *full) for rank in receivers]
         self.submit(lambda: self.swap(sends, [])()).wait()
 
@@ -301,7 +306,7 @@ class FailoverTeam(TorchTeam):
         (parcel,) = receive([torch.empty(int(size), dtype=torch.uint8, device=self.device)])
         data, kinds = unpacked(parcel.cpu().numpy().tobytes())
         tensors = receive([torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in kinds])
-        self.fire("copy")
+        self.fire("copy", step=self._step())
         given = unpacked_apart(data, tensors)
         if given["state"] is not None:
             assert self.state is not None
@@ -316,6 +321,10 @@ class FailoverTeam(TorchTeam):
                 )
             self._valid = True
         self.calls, self._last = given["calls"], given["last"]
+
+    def _step(self) -> int:
+        """The one at work, from 1."""
+        return 1 if self.state is None else self.state.position + 1
 
     def _leave_group(self) -> None:
         """Cuts the group's connections first: the others then wait no longer, see [Note: why sockets are cut]."""

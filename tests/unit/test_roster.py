@@ -43,6 +43,7 @@ class Crowd:
                     self._said.append((member, "ready", fields["number"]))
                 elif kind == "go":
                     self.met[member] = fields["number"], fields["meeting"]
+                    self._said.append((member, "met", fields["number"]))
             if not self._said:
                 return
             member = self._rng.choice(sorted({said[0] for said in self._said}))
@@ -53,6 +54,8 @@ class Crowd:
                 self.roster.hello(member)
             elif kind == "wait":
                 self.roster.wait(member)
+            elif kind == "met" and number is not None:
+                self.roster.met(member, number)
             elif number is not None:
                 self.roster.ready(member, number)
             if steps is not None:
@@ -88,6 +91,9 @@ def formed(workers: int = 3) -> Roster:
     for member in range(workers):
         roster.hello(member)
         roster.ready(member, 0)
+    for member in range(workers):
+        assert not roster.formed
+        roster.met(member, 0)
     assert roster.formed
     roster.outbox.clear()
     return roster
@@ -99,8 +105,9 @@ def test_survivors_keep_their_order_and_those_that_join_come_last() -> None:
     roster.hello(3)
     roster.wait(3)
     assert roster.generation.members == (1, 2) and not roster.is_member(3)
-    roster.ready(1, 1)
-    roster.ready(2, 1)
+    for member in (1, 2):
+        roster.ready(member, 1)
+        roster.met(member, 1)
     roster.admit(1, now_s=2.0)
     generation = roster.generation
     assert generation.members == (1, 2, 3) and generation.cause == "join" and generation.joined == 1

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from paceline import env
 from paceline.errors import PacelineError
 
 __all__ = ["Process", "Template"]
@@ -208,6 +209,7 @@ class Template:
                 [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, me, *command],
                 process_group=0,
                 stdin=subprocess.DEVNULL,
+                env=env.for_template(),
                 pass_fds=[theirs.fileno()],
             )
             self._process = Process(self._popen.pid, ours)

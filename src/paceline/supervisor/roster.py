@@ -42,6 +42,7 @@ class Roster:
         self.whole = self.generation.members
         self._runs: Counter[int] = Counter()
         self._ready: set[int] = set()
+        self._met: set[int] = set()
         self._waiting: list[int] = []
         self._meetings = 0
 
@@ -75,9 +76,15 @@ class Roster:
         if self._ready.issuperset(self.generation.members):
             self._meetings += 1
             self._ready.clear()
-            self.formed = True
+            self._met.clear()
             for member in self.generation.members:
                 self._say(member, "go", number=number, meeting=self._meetings)
+
+    def met(self, worker: int, number: int) -> None:
+        """``worker`` has connected with the others of generation ``number``, and is at one with them."""
+        if number == self.generation.number and self.is_member(worker):
+            self._met.add(worker)
+            self.formed = self._met.issuperset(self.generation.members)
 
     def gone(self, worker: int, told: str, *, now_s: float) -> None:
         """``worker`` has been lost, and its process has ended."""
@@ -129,6 +136,7 @@ class Roster:
             self.whole = members
         self.formed = False
         self._ready.clear()
+        self._met.clear()
         for member in members:
             self._say(member, "generation", **self.generation.as_dict())
             if self._waiting:

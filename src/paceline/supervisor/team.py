@@ -212,8 +212,10 @@ class Team:
                 for lost in undecided:
                     self._take_loss(lost)
             elif kind == "ready":
-                formed = self._roster.formed
                 self._roster.ready(worker.member, fields["number"])
+            elif kind == "met":
+                formed = self._roster.formed
+                self._roster.met(worker.member, fields["number"])
                 if self._roster.formed and not formed:
                     self._unreachable_s = None
                     self._note_members()
@@ -351,7 +353,7 @@ class Team:
                 ask=functools.partial(self._tell, w, "stacks"),
             )
             for w in members
-            if self._roster.is_member(w.member)
+            if self._roster.is_member(w.member) and w.told is None
         ]
         hang = self._hangs.look(watched)
         if hang is not None and not self._failing and self.begin_again is None:

@@ -56,6 +56,8 @@ class TorchTeam(Team):
     def _connect(self, store: dist.TCPStore, name: str) -> None:  # type: ignore[name-defined]
         """Joins the group ``name``, as ``rank`` of ``world_size``."""
         cuda = self.device.type == "cuda"
+        # torch numbers its groups in their keys, and counts one whose making was interrupted: on that worker alone.
+        dist.distributed_c10d._world.group_count = 0
         with self._reaching():
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
