@@ -3,9 +3,9 @@
 A message is a list: its kind, then its fields.
 
 From a worker: ``hello`` (a run begins here, with these settings), ``ready`` (stands at the door of a generation),
-``met`` (is at one with the others in it), ``lost`` (cannot reach the others), ``wait`` (takes a lost worker's place, and
-waits to be let in), ``admit`` (let those in that wait), ``stop`` (was asked to save and stop), ``restart`` (nobody has a
-whole state), ``bye`` (the run has ended here).
+``met`` (is at one with the others in it), ``lost`` (cannot reach the others), ``wait`` (takes a lost worker's place,
+and waits to be let in), ``admit`` (let those in that wait), ``stop`` (was asked to save and stop), ``restart`` (nobody
+has a whole state), ``bye`` (the run has ended here).
 
 From the supervisor: ``generation``, ``go`` (all stand at its door: connect), ``candidate`` (one waits), ``stop``,
 ``stacks`` (write down where you are), ``end`` (the run is over, this is why).

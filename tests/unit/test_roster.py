@@ -107,6 +107,7 @@ def test_survivors_keep_their_order_and_those_that_join_come_last() -> None:
     assert roster.generation.members == (1, 2) and not roster.is_member(3)
     for member in (1, 2):
         roster.ready(member, 1)
+    for member in (1, 2):
         roster.met(member, 1)
     roster.admit(1, now_s=2.0)
     generation = roster.generation
