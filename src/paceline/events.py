@@ -89,6 +89,10 @@ class EventLog:
                 self._tell(record)
         self._waiting.clear()
 
+    def forget(self) -> None:
+        """Events so far were those of a program that repeated what the others had done."""
+        self._waiting.clear()
+
     def _open(self) -> None:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)

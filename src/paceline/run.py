@@ -206,9 +206,7 @@ class Run(Member):
         if not train_steps or not all(map(callable, train_steps)):
             raise UsageError(
                 "cannot run the steps",
-                found=f"{len(train_steps)} train steps"
-                if all(map(callable, train_steps))
-                else "one that is no function",
+                found="one that is no function" if train_steps else "0 train steps",
                 needed="a function of a step",
                 fix="Write run.steps(dataset, train_step)",
             )
@@ -471,6 +469,8 @@ class Run(Member):
 
     def _on_formed(self, generation: Generation, seconds: float) -> None:
         """The team is another one; what was at work will be done again. Not collective."""
+        if self.team.formed == 1:  # it came later
+            self.events.forget()
         if self.is_main:
             self.events.take_over()
         if self._saves is not None and self._saves.take_over():

@@ -127,3 +127,66 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
 def test_a_missing_log_is_an_error_in_four_beats(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         read_events(tmp_path / "events.jsonl")
+
+
+def shared(tmp_path: Path) -> tuple[EventLog, EventLog]:
+    """Those of worker 0 and of another, of one run."""
+    return EventLog(tmp_path / "log"), EventLog(tmp_path / "log", active=False)
+
+
+def test_who_takes_over_adds_only_what_worker_0_had_not_written(tmp_path: Path) -> None:
+    first, second = shared(tmp_path)
+    for step in (1, 2, 3):
+        if step < 3:  # it dies before it writes the third
+            first.emit("step", step=step)
+        second.emit("step", step=step)
+    assert [event["step"] for event in read_events(tmp_path / "log")] == [1, 2]
+    second.take_over()
+    second.take_over()
+    second.emit("step", step=4)
+    assert [event["step"] for event in read_events(tmp_path / "log")] == [1, 2, 3, 4]
+    first.close()
+    second.close()
+
+
+def test_who_takes_over_cuts_a_torn_line_off(tmp_path: Path) -> None:
+    first, second = shared(tmp_path)
+    first.emit("step", step=1)
+    first.close()
+    with (tmp_path / "log").open("ab") as file:
+        file.write(b'{"event": "st')
+    second.emit("step", step=2)
+    second.take_over()
+    assert [event["step"] for event in read_events(tmp_path / "log")] == [1, 2]
+    second.close()
+
+
+def test_who_came_later_does_not_repeat_what_was_before_it(tmp_path: Path) -> None:
+    first, second = shared(tmp_path)
+    second.emit("start", workers=2)
+    second.forget()
+    first.emit("step", step=1)
+    second.emit("step", step=1)
+    second.take_over()
+    assert [event["event"] for event in read_events(tmp_path / "log")] == ["step"]
+    first.close()
+    second.close()
+
+
+def test_sinks_hear_nothing_before_their_log_takes_over(tmp_path: Path) -> None:
+    heard: list[Any] = []
+
+    class Hearing:
+        def event(self, event: Mapping[str, Any]) -> None:
+            heard.append(event["step"])
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    log = EventLog(None, [Hearing()], active=False)
+    log.emit("step", step=1)
+    assert heard == []
+    log.take_over()
+    log.emit("step", step=2)
+    assert heard == [1, 2]
+    log.close()
