@@ -4,26 +4,30 @@ A message is a list: its kind, then its fields.
 
 From a worker: ``hello`` (a run begins here, with these settings), ``ready`` (stands at the door of a generation),
 ``met`` (is at one with the others in it), ``lost`` (cannot reach the others), ``wait`` (takes a lost worker's place,
-and waits to be let in), ``admit`` (let those in that wait), ``stop`` (was asked to save and stop), ``restart`` (nobody
-has a whole state), ``bye`` (the run has ended here).
+and waits to be let in), ``unwait`` (that loop has ended), ``admit`` (let those in that wait), ``stop`` (was asked to
+save and stop), ``restart`` (nobody has a whole state), ``bye`` (the run has ended here).
 
 From the supervisor: ``generation``, ``go`` (all stand at its door: connect), ``candidate`` (one waits), ``stop``,
 ``stacks`` (write down where you are), ``end`` (the run is over, this is why).
+
+A loss: ``generation`` to the survivors, ``ready`` from each, ``go`` to all, ``met`` from each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.errors import TeamError
+from paceline.errors import EXIT_FAILED, TeamError
 from paceline.pulse import Pulse
 
 __all__ = ["Cause", "Generation", "Link", "decode", "encode"]
@@ -121,7 +125,12 @@ class Link:
         try:
             self._socket.send(encode(kind, **fields))
         except OSError as error:
-            raise TeamError("the supervisor is gone", found=str(error), needed="it alive to the end") from error
+            raise TeamError(
+                "the supervisor is gone",
+                found=str(error),
+                needed="it alive to the end",
+                fix="Go on from the last checkpoint with --resume",
+            ) from error
 
     def await_generation(self, after: int | None, timeout_s: float) -> Generation:
         """The newest generation, once there is one after ``after``.
@@ -181,6 +190,13 @@ class Link:
         return found
 
     def _listen(self) -> None:
+        try:
+            self._hear()
+        except BaseException:  # without its link a worker would be taken for hung, and nobody would know why
+            traceback.print_exc()
+            os._exit(EXIT_FAILED)
+
+    def _hear(self) -> None:
         while not self._closed:
             self._pulse.beat()
             self._on_beat()

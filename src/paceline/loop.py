@@ -36,7 +36,8 @@ class Loop:
         call: what this is part of, see `Team.open`.
 
     Attributes:
-        phases: what came of the phases of the step at work so far, or of the last one.
+        phases: what came of the phases of the step at work so far.
+        finished: of all phases of the last step.
         step: the step at work.
     """
 
@@ -60,6 +61,7 @@ class Loop:
         steps = recipe.steps if recipe.steps is not None else (recipe.epochs or 0) * self.plan.steps_per_epoch
         self.last = min(steps, execution.stop_at or steps)
         self.phases: list[Done] = []
+        self.finished: list[Done] = []
         self.step: Step | None = None
         self._policy = Policy(on_nonfinite=recipe.on_nonfinite, skip_loss_above=recipe.skip_loss_above)
         self._buffers = LaneBuffers(tracked.modules)
@@ -94,7 +96,7 @@ class Loop:
             self._reducer.lanes,
             range(self.position, self.last),
             phases=len(self._train_steps),
-            done_phases=len(self.phases) % len(self._train_steps),
+            done_phases=len(self.phases),
             probe=probe,
         )
         self._dealt.enter_context(closing(self._batches))
@@ -116,7 +118,7 @@ class Loop:
         check_data(self._team, data, before, whose, self._call)
         return data
 
-    def expect(self, position: int) -> None:
+    def check_position(self, position: int) -> None:
         """Raises `UsageError` unless this loop has taken the last step of the run: its loader goes on from there."""
         if self.position != position:
             raise UsageError(
@@ -127,23 +129,24 @@ class Loop:
             )
 
     def take_step(self, signals: Callable[[], Signals]) -> list[Done]:
-        """The next step with all its phases."""
-        self.phases = []
-        while len(self.phases) < len(self._train_steps):
+        """The next step with all its phases. What others have completed of it meanwhile is taken over from them."""
+        number, phases = self.position, len(self._train_steps)
+        while self.position == number:
             if self._team.formed != self._dealt_for:
                 self.deal()
-            phase, changes = len(self.phases), self._tracked.changes()
+            before = self._tracked.changes()
             try:
-                done = self._take_phase(phase, signals())
+                done = self._take_phase(len(self.phases), signals())
             except StepAbandoned:
-                self._team.reform()  # which may complete it by what others have: then `phases` holds theirs
-                if len(self.phases) == phase and changes != self._tracked.changes():
-                    self._team.begin_again("the train step had changed tracked state before its gradients were summed")
-            else:
-                self.phases.append(done)
-                self._team.step_done()
-        self.position = self.phases[-1].step
-        return self.phases
+                if self._tracked.changes().since(before):
+                    self._team.spoiled("the train step had changed tracked state before its gradients were summed")
+                self._team.reform()
+                continue
+            self.phases.append(done)
+            if len(self.phases) == phases:
+                self.finished, self.phases, self.position = self.phases, [], done.step
+            self._team.step_done()
+        return self.finished
 
     def _take_phase(self, phase: int, signals: Signals) -> Done:
         self.step = Step(

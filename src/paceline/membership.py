@@ -6,8 +6,8 @@ connect, and be at one.
 
 [Note: at one] Calls of the run and steps are numbered alike on every worker, and each begins with an exchange among
 all. So workers are at most one apart, and whoever has completed most is right: it hands the result of that call to
-those behind, and, in the loop over the steps, its state. That state counts for nothing on a receiver before its digest
-matches: a source may die in the middle of the copy. The step or call at work is then done again by all.
+those behind, or the state after that step. That state counts for nothing on a receiver before its digest matches: a
+source may die in the middle of the copy. The step or call at work is then done again by all.
 
 [Note: who joins] A worker that takes a lost one's place runs the user's program from its beginning. Until the loop over
 the steps, the results of calls come from the records that worker 0 leaves in a directory; there it waits. The others
@@ -18,7 +18,6 @@ others have left already are empty for it, as for a run that is resumed at its e
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from paceline.env import WorkerEnv
 from paceline.errors import StepAbandoned, TeamError, UsageError
 from paceline.link import Generation, Link
 from paceline.pulse import Pulse
+from paceline.records import Records
 from paceline.stacks import dump_on_signal
 from paceline.team import SoloTeam, Team, TorchTeam
 from paceline.team.jobs import JobThread
@@ -47,7 +47,7 @@ T = TypeVar("T")
 _POLL_S = 0.02
 _KEYS = "paceline/meeting "
 """Before its number, in the names of keys in the store."""
-_LOOP = "the end of the loop over the steps"
+_ENTERED, _LEFT = "the loop over the steps", "the end of the loop over the steps"
 """In place of a call's name."""
 
 
@@ -66,6 +66,16 @@ class State(Protocol):
 
     def digest(self) -> str:
         """Of all that trains, as it is now."""
+
+    def changes(self) -> Changes:
+        """Of all that trains, so far."""
+
+
+class Changes(Protocol):
+    """What has been changed, and how often."""
+
+    def since(self, before: Any) -> bool:
+        """Whether there were more."""
 
 
 class FailoverTeam(TorchTeam):
@@ -101,13 +111,16 @@ class FailoverTeam(TorchTeam):
         self.state: State | None = None
         self.on_formed: Callable[[Generation, float], None] | None = None
         self.generation: Generation | None = None
-        self._member, self._records = env.member, _Records(env.report_dir / "records")
+        self._member, self._records = env.member, Records(env.report_dir / "records")
         self._group_of: int | None = None  # number of the generation whose group is open, or being opened
         self._others: dict[int, str] = {}  # sockets that were open before it
         self._own: dict[int, str] | None = None  # its own; None: they are being opened
         self._abandoned = False
         self._valid, self._in_loop = True, False
-        self._last: list[bytes] = []
+        self._spoiled_by = "no worker with a whole state is left"
+        self._last: list[bytes] | None = []
+        """What the last call gave; ``None``: that was a step."""
+        self._after_step: Changes | None = None
         self.pulse = Pulse(env.report_dir / f"pulse-{env.member}")
         self._link = Link(
             env.link,
@@ -145,9 +158,10 @@ class FailoverTeam(TorchTeam):
                 self.calls += 1
             except StepAbandoned:
                 self.reform()  # which may complete it, by what others have
+        everyone = self._last or []
         if not self._in_loop:
-            self._records.add(call, self._last, write=self.rank == 0)
-        return [unpacked(theirs) for theirs in self._last]
+            self._records.add(call, everyone, write=self.rank == 0)
+        return [unpacked(theirs) for theirs in everyone]
 
     def _attempt(self, make: Callable[[], object], call: str) -> list[bytes]:
         self.pulse.call(call)
@@ -161,11 +175,17 @@ class FailoverTeam(TorchTeam):
         try:
             super().broadcast(tensors)
         except StepAbandoned:
-            self.begin_again("a worker was lost while worker 0 handed out its weights")
+            assert self.generation is not None
+            self._link.await_generation(self.generation.number, self._timeout_s)  # it was a loss, and no failure
+            self._begin_again("a worker was lost while worker 0 handed out its weights")
 
     def step_done(self) -> None:
         super().step_done()
-        self._last = []
+        assert self.state is not None
+        self._last, self._after_step = None, self.state.changes()
+
+    def spoiled(self, why: str) -> None:
+        self._valid, self._spoiled_by = False, why
 
     def spread_stop(self, exit_code: int) -> None:
         self._link.send("stop", exit_code=exit_code)
@@ -179,8 +199,9 @@ class FailoverTeam(TorchTeam):
     def enter_loop(self) -> bool:
         if self.replaying:
             self.pulse.enter("join")
-            if not self._wait_to_be_let_in():
-                return False
+            self._records.replay(_ENTERED, self.pulse)
+            return self._wait_to_be_let_in()
+        self._records.add(_ENTERED, [], write=self.rank == 0)
         self._in_loop = True
         return True
 
@@ -188,7 +209,7 @@ class FailoverTeam(TorchTeam):
         if self._in_loop:
             self._in_loop = False
             assert self.state is not None
-            self._records.add(_LOOP, [], write=self.rank == 0)
+            self._records.add(_LEFT, [], write=self.rank == 0)
 
     def admit(self) -> None:
         before = self.generation
@@ -199,13 +220,19 @@ class FailoverTeam(TorchTeam):
 
     def _wait_to_be_let_in(self) -> bool:
         """Whether this worker was; false when the others have left the loop."""
-        self._link.send("wait")
+        waiting = False
         while not self._link.is_in(self._member):
-            if self._records.peek() == _LOOP:
-                self._records.replay(_LOOP, self.pulse)
+            if self._records.peek() == _LEFT:
+                self._records.replay(_LEFT, self.pulse)
+                if waiting:
+                    self._link.send("unwait")
                 return False
+            if not waiting:
+                self._link.send("wait")
+                waiting = True
             time.sleep(_POLL_S)
         self.fire("join", step=self._step())
+        self._in_loop = True
         self.reform()
         return True
 
@@ -227,7 +254,12 @@ class FailoverTeam(TorchTeam):
             self._leave_group()
             generation = self._link.await_generation(after, self._timeout_s)
             if self._member not in generation.members:
-                raise TeamError("this worker was given up", found=generation.told, fix="See the supervisor's message")
+                raise TeamError(
+                    "this worker was given up",
+                    found=generation.told,
+                    needed="a worker that answers",
+                    fix="See the supervisor's message",
+                )
             self._link.send("ready", number=generation.number)
             meeting = self._link.await_go(generation, self._timeout_s)
             if meeting is None:
@@ -271,23 +303,24 @@ class FailoverTeam(TorchTeam):
         """See [Note: at one]. Every method of the exchange runs as a job; a loss in it is one more `StepAbandoned`."""
         mine = torch.tensor([self._valid, self.calls], dtype=torch.float64, device=self.device)
         rows = self.submit(lambda: self.all_gather(mine)).wait().tolist()
-        valid = [rank for rank, (whole, _) in enumerate(rows) if whole]
-        if not valid:
-            self.begin_again("no worker with a whole state is left")
-        source = max(valid, key=lambda rank: (rows[rank][1], -rank))
-        behind = [rank for rank, (whole, calls) in enumerate(rows) if not whole or calls < rows[source][1]]
-        if not behind:
-            return
-        if self.rank == source:
-            self._give(behind)
+        source, behind = _who_gives(rows)
+        if source is None:
+            self._begin_again(self._spoiled_by)
+        elif behind and self.rank == source:
+            self._give(behind, whole=all(rows[rank][0] for rank in behind))
         elif self.rank in behind:
             self._take(source)
-        self.submit(lambda: self.all_gather(mine)).wait()  # nobody goes on before all are whole
+        if behind:
+            self.submit(lambda: self.all_gather(mine)).wait()  # nobody goes on before all are whole
 
-    def _give(self, receivers: list[int]) -> None:
-        state = self.state.pack() if self.state is not None and self._in_loop else None
-        digest = self.state.digest() if self.state is not None and self._in_loop else ""
-        data, tensors = packed_apart({"calls": self.calls, "last": self._last, "state": state, "digest": digest})
+    def _give(self, receivers: list[int], *, whole: bool) -> None:
+        """Args: whole: all receivers have a state of their own, which is right unless the last call was a step."""
+        given: dict[str, Any] = {"calls": self.calls, "last": self._last, "state": None, "digest": None}
+        if self._in_loop and self.state is not None and not (whole and self._last is not None):
+            if self._last is None and self._after_step is not None and self.state.changes().since(self._after_step):
+                self._begin_again("the code between two steps had changed tracked state that others lack")
+            given |= {"state": self.state.pack(), "digest": self.state.digest()}
+        data, tensors = packed_apart(given)
         tensors = [tensor.contiguous() for tensor in tensors]
         header = packed((data, [(tensor.dtype, tensor.shape) for tensor in tensors]))
         parcel = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device)
@@ -308,7 +341,9 @@ class FailoverTeam(TorchTeam):
         tensors = receive([torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in kinds])
         self.fire("copy", step=self._step())
         given = unpacked_apart(data, tensors)
-        if given["state"] is not None:
+        if not self._valid and given["state"] is None:
+            self._begin_again(self._spoiled_by)
+        if given["state"] is not None and (given["last"] is None or not self._valid):
             assert self.state is not None
             self._valid = False
             self.state.unpack(given["state"])
@@ -319,7 +354,7 @@ class FailoverTeam(TorchTeam):
                     needed="objects whose load_state_dict takes over all that their state_dict gives",
                     fix="Look at the objects of your own that are tracked",
                 )
-            self._valid = True
+            self._valid, self._after_step = True, self.state.changes()
         self.calls, self._last = given["calls"], given["last"]
 
     def _step(self) -> int:
@@ -366,12 +401,32 @@ class FailoverTeam(TorchTeam):
         super().close()
         self._link.send("bye")
         self._link.close()
+        self.pulse.close()
 
-    def begin_again(self, why: str) -> NoReturn:
+    def _begin_again(self, why: str) -> NoReturn:
         """Asks for the whole run to be begun again, from its newest checkpoint, and waits for the end."""
         self._link.send("restart", why=why)
         time.sleep(self._timeout_s)
-        raise TeamError("cannot go on", found=why, needed="the supervisor to begin again")
+        raise TeamError(
+            "cannot go on", found=why, needed="the supervisor to begin again", fix="Go on from the last checkpoint"
+        )
+
+
+def _who_gives(rows: Sequence[tuple[float, float]]) -> tuple[int | None, list[int]]:
+    """Of whom the others take what they lack, and who lacks something: see [Note: at one].
+
+    Args:
+        rows: of each rank, whether its state is whole, and the calls that it has completed.
+
+    >>> _who_gives([(1, 7), (1, 8), (0, 0), (1, 8)])
+    (1, [0, 2])
+    >>> _who_gives([(0, 7)])
+    (None, [0])
+    """
+    whole = [rank for rank, (is_whole, _) in enumerate(rows) if is_whole]
+    source = max(whole, key=lambda rank: (rows[rank][1], -rank)) if whole else None
+    most = rows[source][1] if source is not None else 0
+    return source, [rank for rank, (is_whole, calls) in enumerate(rows) if not is_whole or calls < most]
 
 
 def join(
@@ -398,56 +453,3 @@ def join(
     run_dir = str(Path(execution.run_dir).resolve()) if execution.run_dir else None
     told = {"on_loss": on_loss, "hang_after_s": execution.hang_after_s, "timeout_s": timeout_s, "run_dir": run_dir}
     return FailoverTeam(here, device, threads=threads, timeout_s=timeout_s, settings=told, on_stop=on_stop)
-
-
-class _Records:
-    """What the calls before and between the loops over the steps gave, for workers that come later.
-
-    Worker 0 writes; each worker remembers the last, since worker 0 may die before it has.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._count, self._last = directory, 0, b""
-        directory.mkdir(exist_ok=True)
-
-    def add(self, call: str, everyone: list[bytes], *, write: bool) -> None:
-        self._last = packed((call, everyone))
-        self._count += 1
-        self.catch_up(write=write)
-
-    def catch_up(self, *, write: bool) -> None:
-        """Writes the last record if nobody has."""
-        if write and self._last and not self._path(self._count - 1).exists():
-            part = self._directory / f"part-{os.getpid()}"
-            part.write_bytes(self._last)
-            part.replace(self._path(self._count - 1))
-
-    def peek(self) -> str | None:
-        """The call of the next record to replay; ``None``: not yet there."""
-        path = self._path(self._count)
-        return unpacked(path.read_bytes())[0] if path.exists() else None
-
-    def replay(self, call: str, pulse: Pulse) -> list[bytes]:
-        """What ``call`` gave the others, once they have made it.
-
-        Raises:
-            UsageError: they made another one in its place.
-        """
-        before = pulse.enter("join")
-        while (theirs := self.peek()) is None:
-            time.sleep(_POLL_S)
-        if theirs != call:
-            raise UsageError(
-                "cannot take the place of a lost worker",
-                found=f"{call}, where the others had {theirs}",
-                needed="a program that makes the same calls whenever it is run",
-                fix="Take calls of the run out of conditions that depend on the time, files or random numbers; "
-                "or set execution.on_loss: shrink",
-            )
-        everyone: list[bytes] = unpacked(self._path(self._count).read_bytes())[1]
-        self._count += 1
-        pulse.enter(before)
-        return everyone
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"{number:06}"

@@ -110,13 +110,15 @@ class Pulse:
         self._longest_s = [0.0] * (len(_ACTIVITIES) + 1)
         self._page: mmap.mmap | None = None
         if path is not None:
-            with path.open("w+b") as file:
+            part = path.with_name(f"{path.name}.part")
+            with part.open("w+b") as file:
                 file.write(bytes(_SIZE))  # really written: on a full disk an error here, not SIGBUS later
                 file.flush()
                 self._page = mmap.mmap(file.fileno(), _SIZE)
             _IDENT.pack_into(self._page, _IDENT_AT, threading.main_thread().ident or 0)
             self.beat()
             _NOW.pack_into(self._page, _NOW_AT, self._since_s, _NUMBERS["start"], 0, 0, 0)
+            part.replace(path)  # a reader may hold the one before; cutting that to nothing would end it by SIGBUS
 
     def enter(
         self, activity: Activity, *, step: int | None = None, phase: int | None = None, lane: int | None = None

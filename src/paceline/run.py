@@ -235,7 +235,7 @@ class Run(Member):
         with ExitStack() as stack:
             stack.enter_context(loop)
             stack.enter_context(self._tracked.optimizers_held(lambda: self._step is not None and self._step.updating))
-            stack.enter_context(obeying_signals(self.request_stop, keyboard=env.read() is not None))
+            stack.enter_context(obeying_signals(self.request_stop))
             loop.deal(probe=True)
             standing.data = loop.check_alike(standing.data, standing.data_of)
             standing.data_of = "that of the steps before"
@@ -245,7 +245,7 @@ class Run(Member):
                 return
             stack.callback(self.team.leave_loop)
             while loop.position < loop.last:
-                loop.expect(self.position)
+                loop.check_position(self.position)
                 phases = loop.take_step(self._signals)
                 standing.position, standing.metrics = loop.position, {}
                 if self._saves and any(done.save_failed for done in phases):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from paceline import env
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 __all__ = ["obeying_signals"]
@@ -16,20 +17,23 @@ _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 
 @contextmanager
-def obeying_signals(request_stop: Callable[[int], None], *, keyboard: bool) -> Iterator[None]:
-    """Meanwhile SIGTERM and SIGUSR1 (preemption) ask for a stop by its exit code; the second one ends at once.
+def obeying_signals(request_stop: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile SIGTERM and SIGUSR1 (preemption) ask for a stop by its exit code, and so does Ctrl-C when a launcher
+    has started this worker; else it is a `KeyboardInterrupt`.
 
-    A handler of the user's own stays; and outside of the main thread, where Python has no signals, nothing happens.
-
-    Args:
-        keyboard: Ctrl-C (SIGINT) too, which else is a `KeyboardInterrupt`.
+    The second of a kind ends the process at once. Not under our own supervisor, who judges what a second one is: a
+    signal to all processes of a job comes from its sender, and handed on. A handler of the user's own stays; and
+    outside of the main thread, where Python has no signals, nothing happens.
     """
-    codes = {**_PREEMPTED, signal.SIGINT: EXIT_INTERRUPTED} if keyboard else _PREEMPTED
+    here = env.read()
+    codes = _PREEMPTED if here is None else {**_PREEMPTED, signal.SIGINT: EXIT_INTERRUPTED}
+    second_ends = here is None or here.link is None
     if threading.current_thread() is not threading.main_thread():
         codes = {}
 
     def handler(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        if second_ends:
+            signal.signal(number, signal.SIG_DFL)
         request_stop(codes[signal.Signals(number)])
 
     before = {number: signal.getsignal(number) for number in codes if signal.getsignal(number) in _DEFAULT}

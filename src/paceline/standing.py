@@ -9,7 +9,7 @@ from typing import Any
 from paceline.checkpoint import Loaded, Snapshot
 from paceline.determinism import content_digest
 from paceline.loop import Loop
-from paceline.tracked import Tracked
+from paceline.tracked import Changes, Tracked
 
 __all__ = ["Standing"]
 
@@ -49,16 +49,21 @@ class Standing:
         self.data, self.data_of = loaded.position["data"], "the checkpoint's"
 
     def pack(self) -> Any:
-        """For another worker; the tensors in it are the run's own."""
-        phases = [] if self.loop is None else self.loop.phases
-        return self.tracked.states(), phases, (self.position, self.metrics, self.data, self.saved)
+        """For another worker; the tensors in it are the run's own. Between two phases: before a step's update, or right
+        behind it."""
+        loop = self.loop and (self.loop.position, self.loop.phases, self.loop.finished)
+        return self.tracked.states(), loop, (self.position, self.metrics, self.data, self.saved)
 
     def unpack(self, packed: Any) -> None:
         """Takes over what another worker has packed."""
-        states, phases, (self.position, self.metrics, self.data, self.saved) = packed
+        states, loop, (self.position, self.metrics, self.data, self.saved) = packed
         self.tracked.load(states)
-        if self.loop is not None:
-            self.loop.position, self.loop.phases = self.position, phases
+        if self.loop is not None and loop is not None:
+            self.loop.position, self.loop.phases, self.loop.finished = loop
+
+    def changes(self) -> Changes:
+        """See `Tracked.changes`."""
+        return self.tracked.changes()
 
     def digest(self) -> str:
         """Of all that trains, as it is now."""

@@ -304,6 +304,8 @@ class Step:
             raise mistake.with_traceback(
                 error.__traceback__
             ) from error  # the user looks for the line in the train step
+        if self._state != "updated":
+            self._team.check()  # a train step may have swallowed StepAbandoned
         self._expect(
             "updated",
             "end the step",

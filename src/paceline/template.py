@@ -91,6 +91,9 @@ def _prepare() -> None:
     from paceline.determinism import resolve_kernels
 
     resolve_kernels()
+    # Groups of torch.distributed that a worker has left may still be in reference cycles, and a process that it forks,
+    # such as for loading data, must not be the one to destroy them: their threads are not there.
+    os.register_at_fork(after_in_child=gc.freeze)
     gc.collect()
     gc.freeze()  # else the first collection in each worker would write to, and so copy, all memory that it shares
 

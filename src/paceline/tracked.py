@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,23 @@ from paceline.determinism import aligned, compile_with_static_shapes, content_di
 from paceline.errors import CheckpointError, UsageError
 from paceline.team import Team
 
-__all__ = ["Tracked"]
+__all__ = ["Changes", "Tracked"]
+
+_SMALL = 4096
+"""Numbers."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How often each tensor had been changed, by its id, and a digest of all else."""
+
+    versions: dict[int, int]
+    digest: str
+
+    def since(self, before: Changes) -> bool:
+        """Whether something has changed."""
+        counts = before.versions
+        return self.digest != before.digest or any(counts.get(key, n) != n for key, n in self.versions.items())
 
 
 class Tracked:
@@ -138,17 +155,27 @@ class Tracked:
             for part, mode in modes:
                 part.training = mode
 
-    def changes(self) -> object:
-        """What is equal only as long as nobody changes parameters, or the state of anything else that a train step can
-        change before its update. Cheap, unlike a digest: torch counts the changes of each tensor."""
-        counts = [parameter._version for module in self.modules.values() for parameter in module.parameters()]
+    def changes(self) -> Changes:
+        """To be compared with what it is later: did anybody change parameters, or what else is tracked, meanwhile?
+
+        Cheap, unlike a digest: torch counts the changes of each tensor. Optimizers are not looked at, since nobody else
+        may step them. Small tensors of other objects count by their content, as they may be made anew each time.
+        """
         others = {
             name: thing.state_dict()
             for name, thing in self._objects.items()
             if not isinstance(thing, nn.Module | torch.optim.Optimizer)
         }
-        tensors = [(id(tensor), tensor._version) for _, tensor in flatten_state(others)]
-        return counts, tensors, content_digest(others, tensors=False)
+        tensors = dict(flatten_state(others))
+        small = {path: tensor for path, tensor in tensors.items() if tensor.numel() <= _SMALL}
+        versions = {
+            id(tensor): tensor._version
+            for tensor in (
+                *(parameter for module in self.modules.values() for parameter in module.parameters()),
+                *(tensor for tensor in tensors.values() if tensor.numel() > _SMALL),
+            )
+        }
+        return Changes(versions, content_digest(small) + content_digest(others, tensors=False))
 
     def states(self) -> dict[str, Any]:
         """``state_dict()`` of each object."""

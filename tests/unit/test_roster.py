@@ -163,7 +163,7 @@ def test_those_that_come_to_their_end_leave_the_others_their_ranks_for_the_recor
     for member in (1, 0):
         roster.left(member, now_s=1.0)
     assert roster.generation.members == (2,) and roster.generation.cause == "left"
-    assert roster.whole == (0, 1, 2)
+    assert roster.finishers == (0, 1, 2)
 
 
 def test_members_in_different_runs_of_one_program_are_apart() -> None:
@@ -173,3 +173,42 @@ def test_members_in_different_runs_of_one_program_are_apart() -> None:
     assert roster.apart and roster.several_runs
     roster.hello(1)
     assert not roster.apart
+
+
+def test_an_end_before_the_others_have_met_takes_nobody_from_the_record() -> None:
+    roster = formed()
+    roster.gone(2, "worker 2 was killed", now_s=1.0)
+    roster.left(0, now_s=2.0)
+    assert roster.finishers == (0, 1)
+
+
+def test_who_waits_at_several_doors_is_let_in_once() -> None:
+    roster = formed()
+    roster.gone(2, "worker 2 was killed", now_s=1.0)
+    roster.hello(3)
+    roster.wait(3)
+    roster.unwait(3)
+    roster.wait(3)
+    roster.wait(3)
+    for member in (0, 1):
+        roster.ready(member, 1)
+    for member in (0, 1):
+        roster.met(member, 1)
+    roster.admit(1, now_s=2.0)
+    assert roster.generation.members == (0, 1, 3)
+
+
+def test_who_is_at_the_end_of_its_run_is_not_waited_for() -> None:
+    roster = formed()
+    roster.bye(0)
+    roster.gone(2, "worker 2 was killed", now_s=1.0)
+    assert roster.generation.members == (1,) and roster.finishers == (0, 1)
+
+
+def test_workers_that_lost_touch_while_one_joins_are_told_to_leave_what_they_do() -> None:
+    roster = formed()
+    roster.hello(3)
+    roster.wait(3)
+    roster.admit(0, now_s=1.0)
+    roster.reform("lost touch", now_s=2.0)
+    assert roster.generation.cause == "reform"

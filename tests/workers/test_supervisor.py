@@ -22,7 +22,7 @@ from paceline import env, supervisor
 from paceline.config import Execution, Recipe
 from paceline.errors import ConfigError
 from paceline.run_dir import prepare_run_dir
-from paceline.supervisor import Template, processes, resolve_workers, team
+from paceline.supervisor import Template, processes, resolve_workers, supervision
 from paceline.worker import report
 
 DEADLINE_S = 15.0
@@ -186,7 +186,7 @@ def test_two_different_failures_are_both_named(
 def test_workers_that_wait_for_ever_end_with_the_first_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], supervise: Callable[..., int]
 ) -> None:
-    monkeypatch.setattr(team, "_GRACE_S", 0.2)
+    monkeypatch.setattr(supervision, "_GRACE_S", 0.2)
     command = worker(
         tmp_path,
         """

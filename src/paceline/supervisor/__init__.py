@@ -19,8 +19,9 @@ from paceline.events import warn
 from paceline.supervisor.deaths import Deaths
 from paceline.supervisor.endings import Outcome
 from paceline.supervisor.handed import HandedSignals
+from paceline.supervisor.job import Job
 from paceline.supervisor.processes import Template
-from paceline.supervisor.team import Job, Team
+from paceline.supervisor.supervision import Supervision
 
 __all__ = ["Outcome", "Template", "default_workers", "resolve_workers", "run_workers", "supervise"]
 
@@ -101,7 +102,7 @@ def run_workers(
                 restarts=restarts,
                 is_run=is_run,
             )
-            team = Team(job, template, store, signals, deaths)
+            team = Supervision(job, template, store, signals, deaths)
             outcome = team.run()
             if team.begin_again is None:
                 return outcome

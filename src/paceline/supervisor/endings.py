@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,13 @@ class Ending:
         return rank, float(self.report["time"]) if self.report else self.time
 
 
-def conclude(endings: Sequence[Ending]) -> Outcome:
-    """From the first failure, in the order of ``endings``."""
-    failed = [ending for ending in endings if ending.exit_code not in STOPS]
+def conclude(endings: Sequence[Ending], answers: Collection[int] = STOPS) -> Outcome:
+    """From the first failure, in the order of ``endings``.
+
+    Args:
+        answers: exit codes of workers that have not failed.
+    """
+    failed = [ending for ending in endings if ending.exit_code not in answers]
     if not failed:
         stops = [ending.exit_code for ending in endings if ending.exit_code != EXIT_DONE]
         return Outcome(exit_code=stops[0] if stops else EXIT_DONE)

@@ -13,11 +13,11 @@ from paceline.stacks import Dumping, collect, new_file, users_line
 from paceline.supervisor.processes import Process
 from paceline.supervisor.watch import Hang, Watch, Watched, is_stopped
 
-__all__ = ["Hangs", "Member"]
+__all__ = ["Hangs", "Suspect"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class Suspect:
     """A member of the team that lives.
 
     Args:
@@ -44,11 +44,11 @@ class Hangs:
         furthest: the furthest step that a worker has come to.
     """
 
-    def __init__(self, hang_after_s: float | None, timeout_s: float) -> None:
+    def __init__(self, hang_after_s: float | None, timeout_s: float, furthest: int = 0) -> None:
         self._watch = Watch(hang_after_s, timeout_s)
-        self.furthest = 0
+        self.furthest = furthest
 
-    def look(self, members: Sequence[Member]) -> Hang | None:
+    def look(self, members: Sequence[Suspect]) -> Hang | None:
         """The one to blame, if any."""
         beats = {member.id: read_pulse(member.pulse) for member in members}
         self.furthest = max([self.furthest, *(beat.step for beat in beats.values() if beat and beat.step is not None)])
@@ -58,7 +58,7 @@ class Hangs:
         ]
         return self._watch.look(watched, time.monotonic())
 
-    def tell(self, hang: Hang, members: Sequence[Member], run_dir: Path | None) -> str:
+    def tell(self, hang: Hang, members: Sequence[Suspect], run_dir: Path | None) -> str:
         """What to tell of ``hang``. The stacks of all ``members`` are kept in a file of the run's directory."""
         into = new_file(run_dir / "hangs", hang.step, hang.rank) if run_dir is not None else None
         beats = {member.id: read_pulse(member.pulse) for member in members}

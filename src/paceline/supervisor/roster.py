@@ -21,6 +21,9 @@ from paceline.link import Cause, Generation
 
 __all__ = ["Roster"]
 
+_STRENGTH: list[Cause] = ["left", "join", "reform", "loss"]
+"""Causes of a generation. Of those that came before it could meet, the last one here is told."""
+
 
 class Roster:
     """The members of one team.
@@ -32,18 +35,19 @@ class Roster:
         generation: the newest.
         outbox: messages to be sent: member, kind, fields.
         formed: the newest generation has met.
-        whole: members, in the order of their ranks, of the last generation before workers came to their end.
+        finishers: members, in the order of their ranks, of the last generation before workers came to their end.
     """
 
     def __init__(self, first: Sequence[int]) -> None:
         self.generation = Generation(number=0, members=tuple(first), cause="start", told="start")
         self.outbox: list[tuple[int, str, dict[str, Any]]] = []
         self.formed = False
-        self.whole = self.generation.members
+        self.finishers = self.generation.members
         self._runs: Counter[int] = Counter()
         self._ready: set[int] = set()
         self._met: set[int] = set()
         self._waiting: list[int] = []
+        self._done: set[int] = set()
         self._meetings = 0
 
     def is_member(self, worker: int) -> bool:
@@ -64,6 +68,7 @@ class Roster:
         """``worker`` begins a run."""
         self._runs[worker] += 1
         self._ready.discard(worker)
+        self._done.discard(worker)
         self._say(worker, "generation", **self.generation.as_dict())
         if self._waiting:
             self._say(worker, "candidate")
@@ -86,6 +91,10 @@ class Roster:
             self._met.add(worker)
             self.formed = self._met.issuperset(self.generation.members)
 
+    def bye(self, worker: int) -> None:
+        """``worker`` has come to the end of its run, whatever its program does from now on."""
+        self._done.add(worker)
+
     def gone(self, worker: int, told: str, *, now_s: float) -> None:
         """``worker`` has been lost, and its process has ended."""
         self._remove(worker, "loss", told, now_s)
@@ -96,9 +105,15 @@ class Roster:
 
     def wait(self, worker: int) -> None:
         """``worker`` takes the place of a lost one, and waits to be let in."""
-        self._waiting.append(worker)
+        if worker not in self._waiting and not self.is_member(worker):
+            self._waiting.append(worker)
         for member in self.generation.members:
             self._say(member, "candidate")
+
+    def unwait(self, worker: int) -> None:
+        """The loop at whose door ``worker`` stood has ended."""
+        if worker in self._waiting:
+            self._waiting.remove(worker)
 
     def admit(self, number: int, *, now_s: float) -> None:
         """The members of generation ``number`` stand between two steps, and take in those that wait."""
@@ -115,8 +130,7 @@ class Roster:
         self._publish(self.generation.members, "reform", told, now_s=now_s)
 
     def _remove(self, worker: int, cause: Cause, told: str, now_s: float) -> None:
-        if worker in self._waiting:
-            self._waiting.remove(worker)
+        self.unwait(worker)
         if self.is_member(worker):
             members = tuple(member for member in self.generation.members if member != worker)
             self._publish(members, cause, told, lost=1, now_s=now_s)
@@ -125,15 +139,16 @@ class Roster:
         self, members: tuple[int, ...], cause: Cause, told: str, *, lost: int = 0, joined: int = 0, now_s: float
     ) -> None:
         before = self.generation
-        if not self.formed and before.cause in ("loss", "join", "reform"):  # its members never met: this tells it too
+        if cause != "left":
+            self.finishers = members
+            members = tuple(member for member in members if member not in self._done)
+        if not self.formed and before.cause in _STRENGTH:  # its members never met: this one tells that news too
             lost, joined, now_s = lost + before.lost, joined + before.joined, before.began_s
             told = f"{before.told}; {told}" if cause == "loss" else before.told
-            cause = "loss" if "loss" in (before.cause, cause) else before.cause
+            cause = max(before.cause, cause, key=_STRENGTH.index)
         self.generation = Generation(
             number=before.number + 1, members=members, cause=cause, told=told, lost=lost, joined=joined, began_s=now_s
         )
-        if cause != "left":
-            self.whole = members
         self.formed = False
         self._ready.clear()
         self._met.clear()

@@ -142,8 +142,8 @@ class Watch:
     deadline:
 
     * ``hang_after_s``, when given, for loading, computing, updating and the code between steps;
-    * else, for loading, computing, updating and evaluating, ten times the longest that any member took, but at least
-      30 s and at most ``timeout_s``;
+    * else, and always for evaluating: ten times the longest that any member took for the same, but at least 30 s and at
+      most ``timeout_s``;
     * ``timeout_s`` for all else, and as long as there is too little to go by: up to the second step of this member,
       and while all members together have not done the same three times, each one's first left out.
 
@@ -225,8 +225,8 @@ class Watch:
 
     def _deadline_s(self, activity: Activity, beat: Beat | None) -> float:
         settled = beat is not None and activity in beat.seen and ("body" in beat.seen or activity not in _USERS)
-        if settled and self._hang_after_s is not None:
-            return self._hang_after_s if activity in _USERS else self._timeout_s
+        if settled and self._hang_after_s is not None and activity in _USERS:
+            return self._hang_after_s
         if settled and activity in _REGULAR and self._times_measured(activity) >= _ENOUGH:
             return min(max(_FACTOR * self._longest_s[activity], _LEAST_S), self._timeout_s)
         return self._timeout_s

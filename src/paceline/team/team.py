@@ -21,7 +21,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -167,7 +167,8 @@ class Team(ABC):
     def agree(self, make: Callable[[], T], call: str) -> list[T]:
         """What ``make`` gives on every worker, in rank order. Collective; waits.
 
-        When a worker is lost meanwhile it is called again: what it gives may depend on the team.
+        When a worker is lost meanwhile ``make`` is called again: what it gives may depend on the team. It is not called
+        at all where others have completed this call already, nor where a replacement repeats it.
 
         Raises:
             UsageError: it cannot be pickled.
@@ -213,9 +214,8 @@ class Team(ABC):
         """After `StepAbandoned`: joins those that are left, and is at one with them. Collective."""
         raise AssertionError("this team cannot go on without a worker")
 
-    def begin_again(self, why: str) -> NoReturn:
-        """Ends this process: the whole run starts again from its newest checkpoint. Not collective."""
-        raise AssertionError(why)
+    def spoiled(self, why: str) -> None:
+        """Before `reform`: this worker's state is that of no step. Not collective."""
 
     def step_done(self) -> None:
         """A step has happened."""

@@ -1,9 +1,4 @@
-"""One team of workers, from its start to the end of its last worker: watched, mended, handed signals.
-
-[Note: process groups] Each worker leads a process group of its own. So Ctrl-C on a terminal reaches the supervisor
-alone, which hands it on once; and ending a worker ends what it started. A worker dies with its supervisor, even when
-that is killed: the kernel's parent-death signal is set before the worker's program begins.
-"""
+"""One team of workers, from its start to the end of its last worker: watched, mended, handed signals."""
 
 from __future__ import annotations
 
@@ -16,9 +11,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline import env
 from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_POISONED, EXIT_PREEMPTED, PacelineError
@@ -26,14 +20,15 @@ from paceline.events import warn
 from paceline.link import decode, encode
 from paceline.pulse import read_pulse
 from paceline.run_dir import replace_text
-from paceline.supervisor.deaths import FROM_OUTSIDE, Death, Deaths
+from paceline.supervisor.deaths import Death, Deaths
 from paceline.supervisor.endings import STOPS, Ending, Outcome, conclude
 from paceline.supervisor.handed import HandedSignals
-from paceline.supervisor.hangs import Hangs, Member
+from paceline.supervisor.hangs import Hangs, Suspect
+from paceline.supervisor.job import Job, Worker
 from paceline.supervisor.processes import Process, Template
 from paceline.supervisor.roster import Roster
 
-__all__ = ["Job", "Team"]
+__all__ = ["Supervision"]
 
 _GRACE_S = 3.0
 """After a failure the other workers have this long to end by themselves and say so."""
@@ -49,50 +44,7 @@ _REPLACEMENTS = 3
 _MESSAGE_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to run.
-
-    Args:
-        words: for `paceline.worker`.
-        workers: of a whole team.
-        folder: of the team alone: reports, records, pulses.
-        record: where to write the workers' process ids; ``None``: the run's directory, if it has one.
-        restarts: how often a team has been started for this job before.
-        is_run: the program is known to make a `Run`.
-    """
-
-    words: Sequence[str]
-    workers: int
-    folder: Path
-    record: Path | None
-    restarts: int
-    is_run: bool
-
-
-@dataclass
-class _Worker:
-    """One process, and how it ended."""
-
-    member: int
-    slot: int
-    process: Process
-    pulse: Path
-    hello: bool = False
-    bye: bool = False
-    code: int | None = None
-    ended: float = 0.0
-    by_us: bool = False
-    told: str | None = None
-    idle_s: float = 0.0
-    """For how long the others waited for it, before it was found to hang."""
-    early: bool = False
-    """It ended without a failure, and without having come to the end of its run."""
-    lost: bool = False
-    """It was lost, and the others go on without it."""
-
-
-class Team:
+class Supervision:
     """Runs ``job`` until all workers have ended.
 
     Args:
@@ -109,14 +61,17 @@ class Team:
         self._job, self._template, self._listener, self._signals, self._deaths = job, template, store, signals, deaths
         self._port = store.getsockname()[1] if store is not None else 1
         self._store: Process | None = None
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._roster = Roster(range(job.workers))
         self._on_loss = "replace" if job.is_run else None
         self._run_dir: Path | None = None
         self._hangs = Hangs(None, 600.0)
-        self._undecided: list[_Worker] = []
+        self._undecided: list[Worker] = []
         self._deadline: float | None = None
         self._stopping: int | None = None
+        self._handed_on: set[signal.Signals] = set()
+        self._asked_to_begin_again: str | None = None
+        self._runs = 0
         self._failing = False
         self._poison: PacelineError | None = None
         self._looked_s = 0.0
@@ -174,18 +129,20 @@ class Team:
             self._looked_s = now_s
             self._template.revive()
             self._serve_store()
-            self._start_replacements()
             self._look_for_hangs()
+        self._start_replacements()
+        if self._asked_to_begin_again is not None:  # after the ends of this turn: it may follow from a failure
+            self._begin_again(self._asked_to_begin_again)
         if self._unreachable_s is not None and now_s > self._unreachable_s + _VERDICT_S:
             self._mend(now_s)
         if self._deadline is not None and now_s > self._deadline:
             self._end_undecided()
             self._kill_all()
         if all(w.code is not None or not self._roster.is_member(w.member) for w in self._workers.values()):
-            self._kill_all()  # who waits to be let in waits for nobody
+            self._dismiss_replacements()
         self._send()
 
-    def _hear(self, worker: _Worker) -> None:
+    def _hear(self, worker: Worker) -> None:
         """Takes what a worker has said."""
         while True:
             try:
@@ -196,66 +153,87 @@ class Team:
                 return
             if not message:
                 return
-            kind, fields = decode(message)
-            now_s = time.monotonic()
-            if kind == "hello":
-                worker.hello, worker.bye = True, False
-                self._on_loss = fields["on_loss"]
-                self._run_dir = Path(fields["run_dir"]) if fields["run_dir"] else None
-                if worker.member == 0 and not self._roster.several_runs:
-                    self._hangs = Hangs(fields["hang_after_s"], fields["timeout_s"])
-                self._roster.hello(worker.member)
-                self._refuse_without_run()
-                undecided, self._undecided = self._undecided, []
-                if undecided:
-                    self._deadline = None
-                for lost in undecided:
-                    self._take_loss(lost)
-            elif kind == "ready":
-                self._roster.ready(worker.member, fields["number"])
-            elif kind == "met":
-                formed = self._roster.formed
-                self._roster.met(worker.member, fields["number"])
-                if self._roster.formed and not formed:
-                    self._unreachable_s = None
-                    self._note_members()
-            elif kind == "lost":
-                if fields["number"] == self._roster.generation.number:
-                    self._unreachable_s = self._unreachable_s or now_s
-            elif kind == "wait":
-                self._replacements = 0
-                self._roster.wait(worker.member)
-            elif kind == "admit":
-                self._roster.admit(fields["number"], now_s=now_s)
-            elif kind == "stop":
-                self._stop(fields["exit_code"])
-            elif kind == "restart":
-                self._begin_again(fields["why"])
-            elif kind == "bye":
-                worker.bye = True
+            self._take(worker, *decode(message))
 
-    def _take_end(self, worker: _Worker, code: int) -> None:
+    def _take(self, worker: Worker, kind: str, fields: dict[str, Any]) -> None:
+        now_s = time.monotonic()
+        if kind == "hello":
+            self._take_hello(worker, fields)
+        elif kind == "ready":
+            self._roster.ready(worker.member, fields["number"])
+        elif kind == "met":
+            formed, worker.met = self._roster.formed, True
+            self._roster.met(worker.member, fields["number"])
+            if self._roster.formed and not formed:
+                self._unreachable_s, self._reforms = None, 0
+                self._note_members()
+        elif kind == "lost":
+            if fields["number"] == self._roster.generation.number:
+                self._unreachable_s = self._unreachable_s or now_s
+        elif kind == "wait":
+            self._replacements = 0
+            self._roster.wait(worker.member)
+        elif kind == "unwait":
+            self._roster.unwait(worker.member)
+        elif kind == "admit":
+            self._roster.admit(fields["number"], now_s=now_s)
+        elif kind == "stop":
+            self._stop(fields["exit_code"])
+        elif kind == "restart":
+            self._asked_to_begin_again = fields["why"]
+        elif kind == "bye":
+            worker.bye = True
+            self._roster.bye(worker.member)
+
+    def _take_hello(self, worker: Worker, fields: dict[str, Any]) -> None:
+        """A run begins in ``worker``: the first one of its program, or another."""
+        worker.hello, worker.bye = True, False
+        worker.runs += 1
+        self._roster.hello(worker.member)
+        if worker.runs > self._runs:  # it is the first of all workers
+            self._runs = worker.runs
+            self._on_loss = fields["on_loss"]
+            self._run_dir = Path(fields["run_dir"]) if fields["run_dir"] else None
+            self._hangs = Hangs(fields["hang_after_s"], fields["timeout_s"], self.furthest)
+        if self._roster.several_runs:
+            self._dismiss_replacements()
+        self._refuse_without_run()
+        undecided, self._undecided = self._undecided, []
+        if undecided:
+            self._deadline = None
+        for lost in undecided:
+            self._take_loss(lost)
+
+    def _take_end(self, worker: Worker, code: int) -> None:
         worker.code, worker.ended = code, time.time()
+        answered = code in self._answers()
         if code not in STOPS:
             worker.process.kill_group(signal.SIGKILL)  # forked children hold its connections open
-        if self._stopping is not None:
-            self._deadline = self._deadline or time.monotonic() + _STOPPING_S
-        if self._failing or self.begin_again is not None:
+        if worker.by_us and not self._roster.is_member(worker.member):
+            worker.lost = True  # a replacement that nobody needed
+        elif self._failing or self.begin_again is not None:
             return
-        if code in STOPS:
-            if worker.hello and not worker.bye and code == EXIT_DONE and not self._signals.received:
+        elif answered:
+            if self._stopping is not None:
+                self._deadline = self._deadline or time.monotonic() + _STOPPING_S
+            if worker.hello and not worker.bye and code == EXIT_DONE and self._stopping is None:
                 self._fail_early(worker)
             else:
                 self._roster.left(worker.member, now_s=time.monotonic())
                 self._refuse_without_run()
-        elif code < 0 and not (self._stopping is not None and worker.told is None and -code in FROM_OUTSIDE):
+        elif code < 0:
             self._take_loss(worker)
-        elif code > 0 and not self._roster.is_member(worker.member):
+        elif worker.member >= self._job.workers and not worker.met:
             self._give_up_replacement(worker)
-        elif code > 0:
+        else:
             self._fail(f"worker {self._rank(worker)} failed")
 
-    def _take_loss(self, worker: _Worker) -> None:
+    def _answers(self) -> set[int]:
+        """Exit codes of a worker that has not failed: once they are to stop, also by the signal that told them to."""
+        stopping = set() if self._stopping is None else {self._stopping}
+        return STOPS | stopping | {-number for number in self._handed_on}
+
+    def _take_loss(self, worker: Worker) -> None:
         """A worker died by a signal."""
         assert worker.code is not None
         death = Death.of(self._rank(worker), -worker.code, read_pulse(worker.pulse), worker.told, self._deaths)
@@ -272,6 +250,8 @@ class Team:
         elif not member:
             self._give_up(worker, cause, now_s)
             self._replace(worker)
+        elif worker.bye:
+            self._fail(cause)  # behind its run, where nobody can do its work again
         elif any(w.bye for w in self._workers.values()) and all(w.bye for w in others):
             self._give_up(worker, cause, now_s)  # the others have come to the end already
         elif not others or self._on_loss == "restart" or self._roster.apart:
@@ -294,15 +274,16 @@ class Team:
             restarts=self._job.restarts,
         )
         process = self._template.start(self._job.words, environ)
-        self._workers[member] = _Worker(member, slot, process, self._job.folder / f"pulse-{member}")
+        self._workers[member] = Worker(member, slot, process, self._job.folder / f"pulse-{member}")
 
-    def _give_up(self, worker: _Worker, cause: str, now_s: float) -> None:
+    def _give_up(self, worker: Worker, cause: str, now_s: float) -> None:
         """The others go on without it."""
-        worker.lost = True
+        worker.lost, self._unreachable_s = True, None
         self._roster.gone(worker.member, cause, now_s=now_s)
+        self._send()  # the others first
         worker.process.reap()
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         """Starts another in its slot, unless nothing is to be gained by it."""
         if self._on_loss != "replace" or self._roster.several_runs or self._stopping is not None:
             return
@@ -311,9 +292,8 @@ class Team:
             warn("no replacement has come in; the others go on alone")
             return
         self._empty_slots.append(worker.slot)
-        self._start_replacements()
 
-    def _give_up_replacement(self, worker: _Worker) -> None:
+    def _give_up_replacement(self, worker: Worker) -> None:
         """It failed before it came in: the others are none the worse, and the next one would fail alike."""
         report = self._ending(worker).report
         warn(f"a replacement could not come in: {report['message'] if report else 'it ended'} The others go on alone.")
@@ -344,7 +324,7 @@ class Team:
     def _look_for_hangs(self) -> None:
         members = [w for w in self._workers.values() if w.hello and not w.bye and w.code is None]
         watched = [
-            Member(
+            Suspect(
                 id=w.member,
                 rank=self._rank(w),
                 process=w.process,
@@ -371,6 +351,8 @@ class Team:
             self._roster.reform("the workers lost touch with each other", now_s=now_s)
 
     def _begin_again(self, why: str) -> None:
+        if self._failing:
+            return
         if self._stopping is None:
             self.begin_again = why
         else:
@@ -385,7 +367,7 @@ class Team:
             if worker.code is None and worker.hello:
                 self._tell(worker, "end", told=f"{told}.")
 
-    def _fail_early(self, worker: _Worker) -> None:
+    def _fail_early(self, worker: Worker) -> None:
         worker.early = True
         self._fail(f"worker {self._rank(worker)} has ended in the middle of the run")
 
@@ -413,21 +395,28 @@ class Team:
                 self._signal_all(signal.SIGSTOP)
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._signal_all(signal.SIGCONT)
-            elif self._stopping is not None:
+            elif self._handed_on:
                 self._kill_all()  # the second one ends at once
             else:
+                self._handed_on.add(number)
                 self._signal_all(number)
                 self._stop(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
     def _stop(self, exit_code: int) -> None:
         """All are asked to save and stop."""
         self._stopping = self._stopping or exit_code
+        self._dismiss_replacements()
+        for worker in self._workers.values():
+            if worker.code is None and worker.hello:
+                self._tell(worker, "stop", exit_code=exit_code)
+
+    def _dismiss_replacements(self) -> None:
+        """Those that nobody will let in."""
+        self._empty_slots = []
         for worker in self._workers.values():
             if worker.code is None and not self._roster.is_member(worker.member):
-                worker.by_us = worker.lost = True
-                worker.process.kill_group(signal.SIGKILL)  # nobody will let it in
-            elif worker.code is None and worker.hello:
-                self._tell(worker, "stop", exit_code=exit_code)
+                worker.by_us = True
+                worker.process.kill_group(signal.SIGKILL)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for worker in self._workers.values():
@@ -440,7 +429,7 @@ class Team:
             if self._workers[member].code is None:
                 self._tell(self._workers[member], kind, **fields)
 
-    def _tell(self, worker: _Worker, kind: str, **fields: object) -> None:
+    def _tell(self, worker: Worker, kind: str, **fields: object) -> None:
         try:
             worker.process.link.send(encode(kind, **fields), socket.MSG_DONTWAIT)
         except OSError:  # it is about to end
@@ -448,7 +437,7 @@ class Team:
 
     # What is known
 
-    def _rank(self, worker: _Worker) -> int:
+    def _rank(self, worker: Worker) -> int:
         members = self._roster.generation.members
         return members.index(worker.member) if worker.member in members else worker.slot
 
@@ -473,16 +462,16 @@ class Team:
 
     def _outcome(self) -> Outcome:
         endings = [self._ending(worker) for worker in self._workers.values() if not worker.lost]
-        members = tuple(member for member in self._roster.whole if not self._workers[member].lost)
-        outcome = conclude(sorted(endings, key=lambda ending: ending.order))
+        members = tuple(member for member in self._roster.finishers if not self._workers[member].lost)
+        outcome = conclude(sorted(endings, key=lambda ending: ending.order), self._answers())
         if self._poison is not None:
             outcome = Outcome(exit_code=EXIT_POISONED, failure=f"paceline: error: {self._poison}")
         return dataclasses.replace(outcome, members=members)
 
-    def _ending(self, worker: _Worker) -> Ending:
+    def _ending(self, worker: Worker) -> Ending:
         code = EXIT_FAILED if worker.early else worker.code
         assert code is not None
-        if self._stopping is not None and (worker.by_us or -code in FROM_OUTSIDE):
+        if self._stopping is not None and (worker.by_us or -code in self._handed_on):
             code = self._stopping  # before it could answer better
         path = self._job.folder / f"worker-{worker.member}.json"
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
