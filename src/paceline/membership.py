@@ -90,6 +90,7 @@ class FailoverTeam(TorchTeam):
     Attributes:
         generation: of which the group of this team is.
         state: set by the run before its first step.
+        begun_again: the first generation and the seconds since its cause, when no worker of the team before was left.
         on_formed: called when a generation has formed, before what was at work is done again, with the seconds from
             its cause.
     """
@@ -132,8 +133,11 @@ class FailoverTeam(TorchTeam):
         )
         self._link.send("hello", **settings)
         first = self._link.await_generation(None, timeout_s)
+        self.begun_again: tuple[Generation, float] | None = None
         if self._member in first.members:
             self.reform()
+            if first.began_s:
+                self.begun_again = first, round(time.monotonic() - first.began_s, 3)
         else:
             self.replaying, self._valid = True, False
             self.rank, self.world_size = len(first.members), len(first.members) + 1

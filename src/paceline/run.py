@@ -38,7 +38,7 @@ from paceline.member import Member
 from paceline.membership import FailoverTeam, join
 from paceline.metrics.over_lanes import computed
 from paceline.saving import Saves, checked_resume, claim
-from paceline.signals import obeying_signals
+from paceline.signals import check_exit_code, obeying_signals
 from paceline.standing import Standing
 from paceline.step import Done, Signals, Step
 from paceline.tracked import Tracked
@@ -374,13 +374,7 @@ class Run(Member):
         Raises:
             UsageError: an exit code that is none, 1 to 255.
         """
-        if not 1 <= exit_code <= 255:
-            raise UsageError(
-                "cannot stop the run",
-                found=f"exit_code={exit_code}",
-                needed="1 to 255",
-                fix="Use 75: preempted, resumable",
-            )
+        check_exit_code(exit_code)
         self._note_stop(exit_code)
         self.team.spread_stop(exit_code)
 
@@ -460,6 +454,8 @@ class Run(Member):
             parameters=sum(parameter.numel() for parameter in self._tracked.parameters()),
             resumed_from=self.position or None,
         )
+        if isinstance(self.team, FailoverTeam) and self.team.begun_again is not None:
+            self._tell_membership(*self.team.begun_again)
 
     def _restore(self, call: str) -> bool:
         loaded = self._saves.load(self.identity, self._resume, call) if self._saves else None
@@ -476,9 +472,12 @@ class Run(Member):
         if self._saves is not None and self._saves.take_over():
             self._saves.save_again(self.position, self._standing.snapshot, self.identity)
         if generation.cause != "left":
-            self.events.emit("membership", **generation.told_to_people(), step=self.position, seconds=seconds)
-            if self.is_main and not self._told:
-                warn(f"{generation.told}; {self.world_size} go on after {seconds:.2f} s")
+            self._tell_membership(generation, seconds)
+
+    def _tell_membership(self, generation: Generation, seconds: float) -> None:
+        self.events.emit("membership", **generation.told_to_people(), step=self.position, seconds=seconds)
+        if self.is_main and not self._told:
+            warn(f"{generation.told}; {self.world_size} go on after {seconds:.2f} s")
 
     def _loader(self, dataset: Dataset[Any], collate: Collate | None) -> Loader:
         return Loader(

@@ -8,12 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paceline import env
-from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
 
-__all__ = ["obeying_signals"]
+__all__ = ["check_exit_code", "obeying_signals"]
 
 _PREEMPTED = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGUSR1: EXIT_PREEMPTED}
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def check_exit_code(exit_code: int) -> None:
+    """Raises `UsageError` for one that no process can end with, or that means success."""
+    if not 1 <= exit_code <= 255:
+        raise UsageError(
+            "cannot stop the run",
+            found=f"exit_code={exit_code}",
+            needed="1 to 255",
+            fix="Use 75: preempted, resumable",
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def run_workers(
         store = stack.enter_context(socket.create_server(("127.0.0.1", 0))) if workers > 1 else None
         signals, template = stack.enter_context(HandedSignals()), template or stack.enter_context(Template())
         deaths, restarts, futile, furthest = Deaths(), 0, 0, -1
+        cause, began_s = "start", 0.0
+        history: list[dict[str, object]] = []
         while True:
             folder = home / str(restarts)
             folder.mkdir()
@@ -101,6 +104,9 @@ def run_workers(
                 record=record,
                 restarts=restarts,
                 is_run=is_run,
+                cause=cause,
+                began_s=began_s,
+                history=history,
             )
             team = Supervision(job, template, store, signals, deaths)
             outcome = team.run()
@@ -112,4 +118,5 @@ def run_workers(
                 told = f"paceline: error: {team.begin_again}; begun again {restarts} times, and came no further than "
                 return Outcome(exit_code=EXIT_NO_PROGRESS, failure=f"{told}step {furthest}.")
             restarts += 1
-            warn(f"{team.begin_again}; beginning again from the newest checkpoint")
+            cause, began_s = f"{team.begin_again}; all begin again from the newest checkpoint", time.monotonic()
+            warn(cause)

@@ -22,6 +22,9 @@ class Job:
         record: where to write the workers' process ids; ``None``: the run's directory, if it has one.
         restarts: how often a team has been started for this job before.
         is_run: the program is known to make a `Run`.
+        cause: why this team was started, in words.
+        began_s: when the cause was seen, `time.monotonic`; 0.0 for the first team.
+        history: every change of membership so far, for ``workers.json``.
     """
 
     words: Sequence[str]
@@ -30,6 +33,9 @@ class Job:
     record: Path | None
     restarts: int
     is_run: bool
+    cause: str
+    began_s: float
+    history: list[dict[str, object]]
 
 
 @dataclass
@@ -47,6 +53,7 @@ class Worker:
     code: int | None = None
     ended: float = 0.0
     by_us: bool = False
+    rank: int | None = None
     told: str | None = None
     idle_s: float = 0.0
     """For how long the others waited for it, before it was found to hang."""

@@ -30,6 +30,8 @@ class Roster:
 
     Args:
         first: ids of the workers of generation 0, in the order of their ranks.
+        told: why there is a team, in words.
+        began_s: when that was; 0.0: nobody was held up.
 
     Attributes:
         generation: the newest.
@@ -38,8 +40,8 @@ class Roster:
         finishers: members, in the order of their ranks, of the last generation before workers came to their end.
     """
 
-    def __init__(self, first: Sequence[int]) -> None:
-        self.generation = Generation(number=0, members=tuple(first), cause="start", told="start")
+    def __init__(self, first: Sequence[int], told: str = "start", began_s: float = 0.0) -> None:
+        self.generation = Generation(number=0, members=tuple(first), cause="start", told=told, began_s=began_s)
         self.outbox: list[tuple[int, str, dict[str, Any]]] = []
         self.formed = False
         self.finishers = self.generation.members

@@ -62,7 +62,7 @@ class Supervision:
         self._port = store.getsockname()[1] if store is not None else 1
         self._store: Process | None = None
         self._workers: dict[int, Worker] = {}
-        self._roster = Roster(range(job.workers))
+        self._roster = Roster(range(job.workers), job.cause, job.began_s)
         self._on_loss = "replace" if job.is_run else None
         self._run_dir: Path | None = None
         self._hangs = Hangs(None, 600.0)
@@ -79,7 +79,7 @@ class Supervision:
         self._unreachable_s: float | None = None
         self._replacements = 0
         self._empty_slots: list[int] = []
-        self._history: list[dict[str, object]] = []
+        self._noted = True
         self.begin_again: str | None = None
 
     @property
@@ -140,6 +140,7 @@ class Supervision:
             self._kill_all()
         if all(w.code is not None or not self._roster.is_member(w.member) for w in self._workers.values()):
             self._dismiss_replacements()
+        self._write_members()
         self._send()
 
     def _hear(self, worker: Worker) -> None:
@@ -212,7 +213,8 @@ class Supervision:
         if worker.by_us and not self._roster.is_member(worker.member):
             worker.lost = True  # a replacement that nobody needed
         elif self._failing or self.begin_again is not None:
-            return
+            # What the others fail of is no echo of it: they would have gone on without it.
+            worker.lost = code < 0 and worker.hello and self._on_loss != "stop" and self._poison is None
         elif answered:
             if self._stopping is not None:
                 self._deadline = self._deadline or time.monotonic() + _STOPPING_S
@@ -255,9 +257,10 @@ class Supervision:
         elif any(w.bye for w in self._workers.values()) and all(w.bye for w in others):
             self._give_up(worker, cause, now_s)  # the others have come to the end already
         elif not others or self._on_loss == "restart" or self._roster.apart:
+            self._note_death(worker, cause)
             self._begin_again(cause)
         else:
-            self._history.append({"rank": death.rank, "pid": worker.process.pid, "why": cause, "time": time.time()})
+            self._note_death(worker, cause)
             self._give_up(worker, cause, now_s - worker.idle_s)
             self._replace(worker)
 
@@ -275,6 +278,10 @@ class Supervision:
         )
         process = self._template.start(self._job.words, environ)
         self._workers[member] = Worker(member, slot, process, self._job.folder / f"pulse-{member}")
+
+    def _note_death(self, worker: Worker, why: str) -> None:
+        death = {"rank": self._rank(worker), "pid": worker.process.pid, "why": why, "time": time.time()}
+        self._job.history.append(death)
 
     def _give_up(self, worker: Worker, cause: str, now_s: float) -> None:
         """The others go on without it."""
@@ -396,7 +403,8 @@ class Supervision:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._signal_all(signal.SIGCONT)
             elif self._handed_on:
-                self._kill_all()  # the second one ends at once
+                warn("ended at once by a second signal: what there is to go on from is the newest checkpoint before it")
+                self._kill_all()
             else:
                 self._handed_on.add(number)
                 self._signal_all(number)
@@ -438,14 +446,26 @@ class Supervision:
     # What is known
 
     def _rank(self, worker: Worker) -> int:
-        members = self._roster.generation.members
-        return members.index(worker.member) if worker.member in members else worker.slot
+        """Its place when the team last met: in one moment several may be lost, and the others move up."""
+        return worker.rank if worker.rank is not None else worker.slot
 
     def _note_members(self) -> None:
-        """Writes ``workers.json``."""
+        """The team has met."""
+        generation = self._roster.generation
+        for rank, member in enumerate(generation.members):
+            self._workers[member].rank = rank
+        if generation.number:
+            seconds = round(time.monotonic() - generation.began_s, 3)
+            cause = {"generation": generation.number, "cause": generation.told, "workers": len(generation.members)}
+            self._job.history.append({**cause, "time": time.time(), "seconds": seconds})
+        self._noted = False
+
+    def _write_members(self) -> None:
+        """Writes ``workers.json``, once there is a place for it."""
         record = self._job.record or (self._run_dir / "workers.json" if self._run_dir is not None else None)
-        if record is None or not record.parent.is_dir():
+        if self._noted or record is None or not record.parent.is_dir():
             return
+        self._noted = True
         generation = self._roster.generation
         now = {
             "generation": generation.number,
@@ -454,11 +474,9 @@ class Supervision:
                 for rank, member in enumerate(generation.members)
             ],
         }
-        if generation.number:
-            seconds = round(time.monotonic() - generation.began_s, 3)
-            cause = {"generation": generation.number, "cause": generation.told, "workers": len(generation.members)}
-            self._history.append({**cause, "time": time.time(), "seconds": seconds})
-        replace_text(record, json.dumps({**now, "restarts": self._job.restarts, "changes": self._history}) + "\n")
+        changes = {"restarts": self._job.restarts, "changes": self._job.history}
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            replace_text(record, json.dumps({**now, **changes}) + "\n")
 
     def _outcome(self) -> Outcome:
         endings = [self._ending(worker) for worker in self._workers.values() if not worker.lost]
