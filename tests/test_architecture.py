@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "stacks": "callsite",
     "signals": "errors env",
     "link": "errors pulse",
-    "worker": "errors env callsite run_dir",
+    "worker": "errors env callsite link run_dir",
     "template": "env determinism worker",
     "supervisor": "errors config env events link pulse run_dir stacks",
     "launcher": "errors env supervisor worker",

@@ -5,7 +5,8 @@ A message is a list: its kind, then its fields.
 From a worker: ``hello`` (a run begins here, with these settings), ``ready`` (stands at the door of a generation),
 ``met`` (is at one with the others in it), ``lost`` (cannot reach the others), ``wait`` (takes a lost worker's place,
 and waits to be let in), ``unwait`` (that loop has ended), ``admit`` (let those in that wait), ``stop`` (was asked to
-save and stop), ``restart`` (nobody has a whole state), ``bye`` (the run has ended here).
+save and stop), ``restart`` (nobody has a whole state), ``bye`` (the run has ended here), ``over``
+(so has the program).
 
 From the supervisor: ``generation``, ``go`` (all stand at its door: connect), ``candidate`` (one waits), ``stop``,
 ``stacks`` (write down where you are), ``end`` (the run is over, this is why).
@@ -15,6 +16,7 @@ A loss: ``generation`` to the survivors, ``ready`` from each, ``go`` to all, ``m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,7 +32,7 @@ from typing import Any, Literal
 from paceline.errors import EXIT_FAILED, TeamError
 from paceline.pulse import Pulse
 
-__all__ = ["Cause", "Generation", "Link", "decode", "encode"]
+__all__ = ["Cause", "Generation", "Link", "decode", "encode", "tell"]
 
 Cause = Literal["start", "loss", "left", "join", "reform"]
 
@@ -84,6 +86,12 @@ def decode(message: bytes) -> tuple[str, dict[str, Any]]:
     """Its kind and fields."""
     kind, fields = json.loads(message)
     return kind, fields
+
+
+def tell(descriptor: int, kind: str, **fields: Any) -> None:
+    """One message to the supervisor, where there is no `Link`. If it is gone, nothing."""
+    with contextlib.suppress(OSError), socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.send(encode(kind, **fields))
 
 
 class Link:

@@ -49,6 +49,7 @@ class Worker:
     hello: bool = False
     met: bool = False
     bye: bool = False
+    over: int | None = None
     runs: int = 0
     code: int | None = None
     ended: float = 0.0

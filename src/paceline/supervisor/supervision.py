@@ -185,6 +185,8 @@ class Supervision:
         elif kind == "bye":
             worker.bye = True
             self._roster.bye(worker.member)
+        elif kind == "over":
+            worker.over = fields["exit_code"]
 
     def _take_hello(self, worker: Worker, fields: dict[str, Any]) -> None:
         """A run begins in ``worker``: the first one of its program, or another."""
@@ -206,6 +208,8 @@ class Supervision:
             self._take_loss(lost)
 
     def _take_end(self, worker: Worker, code: int) -> None:
+        if code < 0 and worker.over is not None and (worker.bye or not worker.hello):
+            code = worker.over  # it had done all, but for the end of the interpreter
         worker.code, worker.ended = code, time.time()
         answered = code in self._answers()
         if code not in STOPS:
