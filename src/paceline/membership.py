@@ -79,7 +79,7 @@ class Changes(Protocol):
 
 
 class FailoverTeam(TorchTeam):
-    """One worker of a team under Paceline's supervisor. Joining is collective.
+    """One worker of a team under Paceline's supervisor. Joining is collective, but for one that takes a lost one's place.
 
     Args:
         env: this worker's place, from the supervisor.
@@ -252,6 +252,12 @@ class FailoverTeam(TorchTeam):
     # Membership
 
     def reform(self) -> None:
+        """Leaves what is left of the group, and returns when this worker is at one with the others in the newest
+        generation: with other ranks, perhaps more `calls`, and after `on_formed`. Collective.
+
+        Raises:
+            TeamError: the run is over, or the others do not come within the timeout.
+        """
         before = self.pulse.enter("wait")
         after = None if self.generation is None else self.generation.number
         while True:

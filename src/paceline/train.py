@@ -213,9 +213,12 @@ class _Reporter:
         result = {"status": status, "step": run.position, "steps": self._steps, "digest": run.digest()}
         result |= {"loss": None, "tokens_per_s": None, **self._before(), **self._known, "workers": run.world_size}
         run.events.emit("end", **result)
-        if run.run_dir is not None and run.is_main:
-            replace_text(run.run_dir / "result.json", json.dumps(result, indent=2) + "\n")
+        run.team.agree(lambda: self._write(result), "the result")  # by another, should worker 0 be lost here
         return code
+
+    def _write(self, result: Mapping[str, Any]) -> None:
+        if self._run.run_dir is not None and self._run.is_main:
+            replace_text(self._run.run_dir / "result.json", json.dumps(result, indent=2) + "\n")
 
     def _before(self) -> dict[str, Any]:
         """What ``result.json`` said of this very step: a resume with nothing left to do does not forget it."""
