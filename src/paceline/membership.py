@@ -79,7 +79,7 @@ class Changes(Protocol):
 
 
 class FailoverTeam(TorchTeam):
-    """One worker of a team under Paceline's supervisor. Joining is collective, but for one that takes a lost one's place.
+    """One worker of a team under Paceline's supervisor. Joining is collective, except for a replacement.
 
     Args:
         env: this worker's place, from the supervisor.
