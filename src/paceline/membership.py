@@ -45,6 +45,8 @@ __all__ = ["FailoverTeam", "State", "join"]
 T = TypeVar("T")
 
 _POLL_S = 0.02
+_CONNECT_S = 3.0
+"""All stand at the door when they are told to connect."""
 _KEYS = "paceline/meeting "
 """Before its number, in the names of keys in the store."""
 _ENTERED, _LEFT = "the loop over the steps", "the end of the loop over the steps"
@@ -300,7 +302,7 @@ class FailoverTeam(TorchTeam):
         if self.world_size > 1:
             with self._reaching():
                 store = self._store()
-                self._connect(store, name)
+                self._connect(store, name, min(_CONNECT_S, self._timeout_s))
         self._own = self._opened()
         self.submit(lambda: self.all_gather(torch.zeros(1, device=self.device))).wait()
         if self.world_size > 1 and self.rank == 0:

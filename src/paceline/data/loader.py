@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import copy
 import ctypes
+import gc
 import signal
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ class Loader:
             # Children of this very process, which die with it; a fork server's would not.
             multiprocessing_context="fork",
         )
+        gc.collect()  # groups that a loss has left in cycles have threads, which a forked process cannot join
         batches = iter(loader)
         end: Callable[[], None] = batches._shutdown_workers  # type: ignore[attr-defined]
         # A traceback or an unfinished loop may hold them at exit, when multiprocessing sends SIGTERM to its daemons and

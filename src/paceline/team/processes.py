@@ -53,8 +53,19 @@ class TorchTeam(Team):
             wait_for_workers=False,
         )
 
-    def _connect(self, store: dist.TCPStore, name: str) -> None:  # type: ignore[name-defined]
-        """Joins the group ``name``, as ``rank`` of ``world_size``."""
+    def _connect(
+        self,
+        store: dist.TCPStore,  # type: ignore[name-defined]
+        name: str,
+        within_s: float | None = None,
+    ) -> None:
+        """Joins the group ``name``, as ``rank`` of ``world_size``.
+
+        Args:
+            within_s: all come at once; ``None``: as late as the timeout. For one that dies while it connects gloo waits
+                up to five times as long, trying again and again, and nothing can end that.
+        """
+        timeout = datetime.timedelta(seconds=self._timeout_s)
         cuda = self.device.type == "cuda"
         # torch numbers its groups in their keys, and counts one whose making was interrupted: on that worker alone.
         dist.distributed_c10d._world.group_count = 0
@@ -65,8 +76,10 @@ class TorchTeam(Team):
                 store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=datetime.timedelta(seconds=self._timeout_s),
+                timeout=timeout if within_s is None or cuda else datetime.timedelta(seconds=within_s),
             )
+            if within_s is not None and not cuda:
+                dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -96,7 +109,10 @@ class TorchTeam(Team):
         def wait() -> None:
             with self._reaching():
                 for work in works:
-                    work.wait()
+                    if self.device.type == "cuda":
+                        work.wait()
+                    else:  # which else keeps the timeout that the group was made with
+                        work.wait(datetime.timedelta(seconds=self._timeout_s))
 
         return wait
 
