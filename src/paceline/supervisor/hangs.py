@@ -51,12 +51,18 @@ class Hangs:
     def look(self, members: Sequence[Suspect]) -> Hang | None:
         """The one to blame, if any."""
         beats = {member.id: read_pulse(member.pulse) for member in members}
-        self.furthest = max([self.furthest, *(beat.step for beat in beats.values() if beat and beat.step is not None)])
+        for beat in beats.values():
+            self.saw(beat)
         watched = [
             Watched(id=one.id, rank=one.rank, beat=beats[one.id], stopped=is_stopped(one.process.pid))
             for one in members
         ]
         return self._watch.look(watched, time.monotonic())
+
+    def saw(self, beat: Beat | None) -> None:
+        """Takes note of how far a worker has come."""
+        if beat is not None and beat.step is not None:
+            self.furthest = max(self.furthest, beat.step)
 
     def tell(self, hang: Hang, members: Sequence[Suspect], run_dir: Path | None) -> str:
         """What to tell of ``hang``. The stacks of all ``members`` are kept in a file of the run's directory."""

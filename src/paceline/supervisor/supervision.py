@@ -19,13 +19,13 @@ from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_POISO
 from paceline.events import warn
 from paceline.link import decode, encode
 from paceline.pulse import read_pulse
-from paceline.run_dir import replace_text
 from paceline.supervisor.deaths import Death, Deaths
 from paceline.supervisor.endings import STOPS, Ending, Outcome, conclude
 from paceline.supervisor.handed import HandedSignals
 from paceline.supervisor.hangs import Hangs, Suspect
 from paceline.supervisor.job import Job, Worker
 from paceline.supervisor.processes import Process, Template
+from paceline.supervisor.record import Record
 from paceline.supervisor.roster import Roster
 
 __all__ = ["Supervision"]
@@ -42,6 +42,12 @@ _REFORMS = 3
 _REPLACEMENTS = 3
 """Without one of them having come in."""
 _MESSAGE_BYTES = 1 << 16
+_ASKING: dict[int, int] = {
+    signal.SIGTERM: EXIT_PREEMPTED,
+    signal.SIGUSR1: EXIT_PREEMPTED,
+    signal.SIGINT: EXIT_INTERRUPTED,
+}
+"""Signals by which a worker is asked to stop, and with which exit code."""
 
 
 class Supervision:
@@ -70,6 +76,7 @@ class Supervision:
         self._deadline: float | None = None
         self._stopping: int | None = None
         self._handed_on: set[signal.Signals] = set()
+        self._asked: set[int] = set()
         self._asked_to_begin_again: str | None = None
         self._runs = 0
         self._failing = False
@@ -79,7 +86,7 @@ class Supervision:
         self._unreachable_s: float | None = None
         self._replacements = 0
         self._empty_slots: list[int] = []
-        self._noted = True
+        self._record = Record(job)
         self.begin_again: str | None = None
 
     @property
@@ -140,7 +147,7 @@ class Supervision:
             self._kill_all()
         if all(w.code is not None or not self._roster.is_member(w.member) for w in self._workers.values()):
             self._dismiss_replacements()
-        self._write_members()
+        self._record.write(self._run_dir)
         self._send()
 
     def _hear(self, worker: Worker) -> None:
@@ -228,6 +235,9 @@ class Supervision:
                 self._roster.left(worker.member, now_s=time.monotonic())
                 self._refuse_without_run()
         elif code < 0:
+            if -code in _ASKING and worker.told is None and self._on_loss not in (None, "stop"):
+                self._asked.add(-code)  # before it had a handler: the others answer for it
+                self._stop(_ASKING[-code])
             self._take_loss(worker)
         elif worker.member >= self._job.workers and not worker.met:
             self._give_up_replacement(worker)
@@ -237,12 +247,14 @@ class Supervision:
     def _answers(self) -> set[int]:
         """Exit codes of a worker that has not failed: once they are to stop, also by the signal that told them to."""
         stopping = set() if self._stopping is None else {self._stopping}
-        return STOPS | stopping | {-number for number in self._handed_on}
+        return STOPS | stopping | {-number for number in (*self._handed_on, *self._asked)}
 
     def _take_loss(self, worker: Worker) -> None:
         """A worker died by a signal."""
         assert worker.code is not None
-        death = Death.of(self._rank(worker), -worker.code, read_pulse(worker.pulse), worker.told, self._deaths)
+        beat = read_pulse(worker.pulse)
+        self._hangs.saw(beat)
+        death = Death.of(self._rank(worker), -worker.code, beat, worker.told, self._deaths)
         now_s, cause, member = time.monotonic(), death.cause, self._roster.is_member(worker.member)
         others = [w for w in self._workers.values() if w.code is None and self._roster.is_member(w.member)]
         if self._on_loss is None and not any(other.hello for other in self._workers.values()):
@@ -261,10 +273,10 @@ class Supervision:
         elif any(w.bye for w in self._workers.values()) and all(w.bye for w in others):
             self._give_up(worker, cause, now_s)  # the others have come to the end already
         elif not others or self._on_loss == "restart" or self._roster.apart:
-            self._note_death(worker, cause)
+            self._record.died(worker, self._rank(worker), cause)
             self._begin_again(cause)
         else:
-            self._note_death(worker, cause)
+            self._record.died(worker, self._rank(worker), cause)
             self._give_up(worker, cause, now_s - worker.idle_s)
             self._replace(worker)
 
@@ -282,10 +294,6 @@ class Supervision:
         )
         process = self._template.start(self._job.words, environ)
         self._workers[member] = Worker(member, slot, process, self._job.folder / f"pulse-{member}")
-
-    def _note_death(self, worker: Worker, why: str) -> None:
-        death = {"rank": self._rank(worker), "pid": worker.process.pid, "why": why, "time": time.time()}
-        self._job.history.append(death)
 
     def _give_up(self, worker: Worker, cause: str, now_s: float) -> None:
         """The others go on without it."""
@@ -455,32 +463,9 @@ class Supervision:
 
     def _note_members(self) -> None:
         """The team has met."""
-        generation = self._roster.generation
-        for rank, member in enumerate(generation.members):
+        for rank, member in enumerate(self._roster.generation.members):
             self._workers[member].rank = rank
-        if generation.number:
-            seconds = round(time.monotonic() - generation.began_s, 3)
-            cause = {"generation": generation.number, "cause": generation.told, "workers": len(generation.members)}
-            self._job.history.append({**cause, "time": time.time(), "seconds": seconds})
-        self._noted = False
-
-    def _write_members(self) -> None:
-        """Writes ``workers.json``, once there is a place for it."""
-        record = self._job.record or (self._run_dir / "workers.json" if self._run_dir is not None else None)
-        if self._noted or record is None or not record.parent.is_dir():
-            return
-        self._noted = True
-        generation = self._roster.generation
-        now = {
-            "generation": generation.number,
-            "workers": [
-                {"rank": rank, "pid": self._workers[member].process.pid}
-                for rank, member in enumerate(generation.members)
-            ],
-        }
-        changes = {"restarts": self._job.restarts, "changes": self._job.history}
-        with contextlib.suppress(OSError):  # a full disk must not end the run
-            replace_text(record, json.dumps({**now, **changes}) + "\n")
+        self._record.met(self._roster.generation, self._workers)
 
     def _outcome(self) -> Outcome:
         endings = [self._ending(worker) for worker in self._workers.values() if not worker.lost]
@@ -493,7 +478,7 @@ class Supervision:
     def _ending(self, worker: Worker) -> Ending:
         code = EXIT_FAILED if worker.early else worker.code
         assert code is not None
-        if self._stopping is not None and (worker.by_us or -code in self._handed_on):
+        if self._stopping is not None and (worker.by_us or (code < 0 and code in self._answers())):
             code = self._stopping  # before it could answer better
         path = self._job.folder / f"worker-{worker.member}.json"
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
