@@ -332,7 +332,6 @@ def test_what_is_told_of_a_loss(place: Place, digest: str) -> None:
         "kill worker=1 step=2; kill worker=2 at=join; kill worker=0 at=copy",
         pytest.param("kill worker=1 step=2; kill worker=2 at=copy", marks=long),
         pytest.param("kill worker=0 step=2; stop worker=0 at=copy", marks=long),
-        pytest.param("kill worker=1 step=2; hang worker=2 at=join", marks=long),
     ],
 )
 def test_a_replacement_that_is_lost_on_its_way_or_loses_its_source(place: Place, told: str, sentence: str) -> None:
