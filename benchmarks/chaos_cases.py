@@ -33,6 +33,8 @@ DEADLINE_S = 120.0
 HANG_AFTER_S = 4.0
 SLACK_S = 2.0
 """A hang must be found this soon after its deadline."""
+WITHIN_S = 0.1
+"""After a step: longer than one takes."""
 MISSES = 10
 """A run may be over before it is struck: then another is started, so often at most."""
 
@@ -102,14 +104,12 @@ def _again(case: Case) -> Case:
 
 
 @cache
-def undisturbed(folder: Path) -> tuple[str, float]:
-    """Digest of `CONFIG` when nothing happens, and its seconds from the first generation to the end, on 2 workers."""
+def undisturbed(folder: Path) -> str:
+    """Digest of `CONFIG` when nothing happens."""
     place = Place(run_dir=folder / "undisturbed", moments=Random(0), number=0)
     with place.train(2) as run:
-        run.until(run.workers)
-        begun = time.monotonic()
         run.end()
-    return _digest(place.run_dir), time.monotonic() - begun
+    return _digest(place.run_dir)
 
 
 @cache
@@ -165,9 +165,11 @@ def recovered_s(events: Sequence[dict[str, Any]], at: float) -> float | None:
 
 
 def _strike(run: Started, place: Place) -> None:
-    """Waits for a random moment of a run that has started."""
-    _, elapsed_s = undisturbed(place.run_dir.parent)
-    if not (run.until(run.workers) and run.sleep(place.moments.uniform(0, 0.8 * elapsed_s))):
+    """Waits for a random moment of a run that has started: some time after a random step, on any machine."""
+    step = place.moments.randrange(STEPS)
+    if not (run.until(run.workers) and run.until(lambda: run.last_step() >= step)):
+        raise _MissedError
+    if not run.sleep(place.moments.uniform(0, WITHIN_S)):
         raise _MissedError
 
 
@@ -183,7 +185,7 @@ def kill(place: Place) -> Figures:
         expect(all(address.startswith("127.0.0.1:") for address in open_to), f"listens on {open_to}")
         at = run.kill(run.workers()[place.moments.randrange(place.workers)])
         run.end()
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
     _expect_whole(place.run_dir)
     return _recovery(place.run_dir, at) | {"listening sockets, all on loopback": len(open_to)}
 
@@ -197,14 +199,13 @@ def kill_under_torchrun(place: Place) -> Figures:
     """The same under torchrun, which starts the whole team again."""
     words = ["-m", "paceline", "train", CONFIG, "--run-dir", str(place.run_dir)]
     with Started(torchrun(place.workers, *words), place.run_dir, deadline_s=DEADLINE_S) as run:
-        run.until(lambda: run.last_step() >= 1)
-        pids = run.events("start")[0]["pids"]
-        _, elapsed_s = undisturbed(place.run_dir.parent)
-        if not run.sleep(place.moments.uniform(0, elapsed_s / 2)):
+        step = place.moments.randrange(1, STEPS)
+        if not (run.until(lambda: run.last_step() >= step) and run.sleep(place.moments.uniform(0, WITHIN_S))):
             raise _MissedError
+        pids = run.events("start")[0]["pids"]
         at = run.kill(place.moments.choice(pids))
         run.end()
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
     events = _events(place.run_dir)
     starts = [number for number, event in enumerate(events) if event["event"] == "start"]
     if len(starts) < 2:
@@ -226,7 +227,7 @@ def pair(place: Place) -> Figures:
         at = run.kill(pids[first])
         run.kill(pids[second])
         run.end()
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
     _expect_whole(place.run_dir)
     return _recovery(place.run_dir, at)
 
@@ -237,7 +238,7 @@ def any_process(place: Place) -> Figures:
         _strike(run, place)
         run.kill(place.moments.choice([pid for pid in run.processes() if pid != run.process.pid]))
         run.end()
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
     _expect_whole(place.run_dir)
     return {}
 
@@ -251,7 +252,7 @@ def _scripted(faults: Callable[[Place], str]) -> Case:
             run.end()
         unfired = Faults.parse(sentence).unfired(place.run_dir / "faults")
         expect(not unfired, f"never happened: {unfired}")
-        _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+        _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
         _expect_whole(place.run_dir)
         return {}
 
@@ -315,7 +316,7 @@ def _without_survivor(place: Place, workers: int) -> Figures:
         run.until(lambda: not set(pids) & set(run.processes()))
         newest = newest_checkpoint(place.run_dir)
         run.end()
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
     starts = [event for event in _events(place.run_dir) if event["event"] == "start"]
     if len(starts) == 1:
         raise _MissedError
@@ -345,7 +346,7 @@ def _resume(place: Place, *words: str) -> None:
         run.end()
     start = [event for event in _events(place.run_dir) if event["event"] == "start"][-1]
     expect((start["resumed_from"] or 0) == newest, f"resumed from {start['resumed_from']} instead of {newest}")
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
 
 
 SAVE_PHASES = ("begun", "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json", "committed")
@@ -394,7 +395,7 @@ def stopped(place: Place) -> Figures:
         run.end()
         found = _found(run, pid)
     expect(f"worker {rank} is stopped" in found["why"], f"told: {found['why']}")
-    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent)[0])
+    _expect_bits(place.run_dir, undisturbed(place.run_dir.parent))
     _expect_whole(place.run_dir)
     return _within_the_deadline(found["time"] - at)
 

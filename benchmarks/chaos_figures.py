@@ -146,6 +146,7 @@ def _held(pid: int) -> dict[str, int]:
 def ready(place: Place) -> Figures:
     """The same script under `paceline launch`, which can fail over, and under torchrun, which cannot; in turns."""
     seconds: dict[str, list[float]] = {"launch": [], "torchrun": []}
+    cpu_seconds: dict[str, list[float]] = {"launch": [], "torchrun": []}
     shares = []
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the supervisor sets it
     for number in range(ROUNDS):
@@ -160,15 +161,20 @@ def ready(place: Place) -> Figures:
                     shares.append(_cpu_share(run, 2.0))
                 run.end()
             seconds[side].append(float(_result(run)["step_s"]))
+            cpu_seconds[side].append(float(_result(run)["cpu_s"]))
         last = {side: f"{1000 * values[-1]:.2f} ms" for side, values in seconds.items()}
         print(f"  round {number + 1}/{ROUNDS}: {last}, supervisor {100 * shares[-1]:.2f} % of a core", flush=True)
-    ratios = [ours / theirs for ours, theirs in zip(seconds["launch"], seconds["torchrun"], strict=True)]
+    ratios, cpu_ratios = (
+        [ours / theirs for ours, theirs in zip(both["launch"], both["torchrun"], strict=True)]
+        for both in (seconds, cpu_seconds)
+    )
     return {
         "step with failover, ms": 1000 * statistics.median(seconds["launch"]),
         "step without, ms": 1000 * statistics.median(seconds["torchrun"]),
         "ratio, median of rounds": statistics.median(ratios),
         "ratio, least": min(ratios),
         "ratio, most": max(ratios),
+        "worker's CPU time of a step, ratio, median of rounds": statistics.median(cpu_ratios),
         "supervisor, part of a core": statistics.median(shares),
     }
 

@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ class Job:
         model.append(nn.Linear(width, 1))
         optimizer = torch.optim.Adam(model.parameters())
         run.track(model=model, optimizer=optimizer, job=self)
-        data, times = Points(options.run_dir if options.trouble == "loader" else None), []
+        data = Points(options.run_dir if options.trouble == "loader" else None)
+        clocks: dict[str, list[float]] = {"step_s": [], "cpu_s": []}
 
         def train_step(step: paceline.Step) -> None:
             number = step.number + 1
@@ -133,7 +134,8 @@ class Job:
             return {"loss": (F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0]))}
 
         for done in run.steps(data, train_step):
-            times.append(time.perf_counter())
+            clocks["step_s"].append(time.perf_counter())
+            clocks["cpu_s"].append(time.process_time())
             run.events.emit("step", step=done.step, loss=done.loss)
             if options.phases and done.step == options.at:
                 run.evaluate(data, score)
@@ -141,10 +143,14 @@ class Job:
                 run.save()
         digest = run.digest()
         if run.is_main:
-            seconds = [after - before for before, after in itertools.pairwise(times[WARM_UP:])]
-            median_s = statistics.median(seconds) if seconds else None
-            told = {"digest": digest, "step_s": median_s}
+            told = {"digest": digest} | {name: _median_step(times) for name, times in clocks.items()}
             Path(options.run_dir, "result.json").write_text(json.dumps(told))
+
+
+def _median_step(times: Sequence[float]) -> float | None:
+    """Seconds between two, warmed up; ``None``: too few."""
+    seconds = [after - before for before, after in itertools.pairwise(times[WARM_UP:])]
+    return statistics.median(seconds) if seconds else None
 
 
 def main() -> None:
