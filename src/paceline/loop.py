@@ -5,6 +5,7 @@ A step is done again when a worker is lost in it, with the lanes dealt anew, unt
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -133,6 +134,7 @@ class Loop:
         number, phases = self.position, len(self._train_steps)
         while self.position == number:
             if self._team.formed != self._dealt_for:
+                gc.collect()  # sockets and threads of the group before, which tracebacks hold in cycles
                 self.deal()
             before = self._tracked.changes()
             try:
