@@ -171,7 +171,7 @@ def test_a_stop_that_comes_in_a_phase_waits_for_the_others(process_state: None) 
                 run.request_stop(75)
             pair.d_step(step)
 
-        done = []
+        done: list[tuple[Done, ...]] = []
         with pytest.raises(RunStopped, match="75"):
             done.extend(run.steps(Noisy(), d_step, pair.g_step))
         assert [[one.step for one in phases] for phases in done] == [[1, 1], [2, 2]]
