@@ -140,7 +140,8 @@ class Schedule:
 class Recipe:
     """Every setting that may change a bit of the result.
 
-    ``optimizer``, ``schedule``, ``max_norm`` and ``compile`` are for `paceline train`: your own loop does that itself.
+    ``optimizer``, ``schedule``, ``max_norm``, ``compile`` and ``loss_chunks`` are for `paceline train`: your own loop
+    does that itself.
 
     Args:
         batch: samples of one step, over all lanes: ``lanes x micro_steps x micro_batch``.
@@ -160,6 +161,8 @@ class Recipe:
         skip_loss_above: skip the update when the step's mean loss is above this.
         precision: ``fp32``, or ``bf16`` autocast over fp32 weights.
         compile: compile the model's repeated blocks, one by one.
+        loss_chunks: parts into which a micro-batch's tokens are split for output head and loss, so that the logits of
+            one part only are in memory at a time; ``null``: all at once. For tasks that can, as those on text here.
         device: ``cpu``, ``cuda``, or ``auto``: cuda where there is one. The resolved value is recorded.
         threads: torch threads of each worker; sums inside an operator can depend on them.
         gradients: ``exact``: a fixed tree over lanes; ``allreduce``: the backend's own sum, bits move with workers.
@@ -183,6 +186,7 @@ class Recipe:
     skip_loss_above: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
+    loss_chunks: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     gradients: Literal["exact", "allreduce"] = "exact"
@@ -198,6 +202,13 @@ class Recipe:
         for name in ("steps", "epochs"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"recipe.{name}", value, "a whole number >= 1", f"Use {name}: 100")
+        _require(
+            self.loss_chunks is None or self.loss_chunks >= 1,
+            "recipe.loss_chunks",
+            self.loss_chunks,
+            "a whole number >= 1",
+            "Use recipe.loss_chunks: 8, or null for the whole at once",
+        )
         _require(0 <= self.seed < 2**63, "recipe.seed", self.seed, "0 <= seed < 2**63", "Use seed: 0")
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(

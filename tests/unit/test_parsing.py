@@ -283,6 +283,7 @@ def all_settings(draw: st.DrawFn) -> Settings:
         schedule=Schedule(warmup=draw(st.integers(0, 100)), final=draw(st.floats(0, 1))),
         max_norm=draw(st.none() | some_float),
         skip_loss_above=draw(st.none() | st.just(float("inf")) | some_float),
+        loss_chunks=draw(st.none() | positive),
         init_from=draw(st.none() | texts),
     )
     execution = Execution(
