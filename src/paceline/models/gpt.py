@@ -1,7 +1,7 @@
 """A small GPT of the Llama architecture: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
-Legend of shapes: B samples, T tokens of a sample, S tokens that a query may look at (T without a cache), V vocabulary,
-C width, H heads, K key-value heads, D size of a head, F hidden width of the feed-forward network.
+Legend of shapes: B samples, T tokens of a sample, N = B T, S tokens that a query may look at (T without a cache), V
+vocabulary, C width, H heads, K key-value heads, D size of a head, F hidden width of the feed-forward network.
 
 Sources: Touvron et al. 2023 (Llama, the whole), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (rotary positions),
 Shazeer 2020 (SwiGLU), Ainslie et al. 2023 (grouped-query attention), Press & Wolf 2017 (tied embeddings).
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
+from paceline.models.loss import chunked_cross_entropy
 
 __all__ = ["GPT", "Block", "Cache", "GPTConfig", "flops_per_token", "parameter_count"]
 
@@ -230,13 +231,21 @@ class GPT(nn.Module):
                     writer.weight /= math.sqrt(2 * self.config.layers)
         nn.init.normal_(self.embedding.weight, std=0.02)  # last: a tied head is the embedding
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        loss_chunks: int | None = None,
+    ) -> Tensor:
         """The logits of each next token, or the loss of given ones.
 
         Args:
             tokens_BT: int64 token ids, at most ``context`` of them (with those in the cache).
             targets_BT: the token that follows each; then the result is the loss.
             cache: of the tokens before these; these are added to it.
+            loss_chunks: with targets: head and loss in so many parts of the tokens, by `chunked_cross_entropy`, so that
+                the logits are never there as a whole.
 
         Returns:
             Without targets: logits (B, T, V). With targets: the sum of the tokens' cross entropies in nats, computed
@@ -260,7 +269,11 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, rotary_2TD, None if cache is None else (cache.layers[layer], start))
         if cache is not None:
             cache.length = stop
-        logits_BTV: Tensor = self.head(self.norm(x_BTC))
+        x_BTC = self.norm(x_BTC)
+        if targets_BT is not None and loss_chunks is not None:
+            x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
+            return chunked_cross_entropy(x_NC, self.head.weight, targets_N, chunks=loss_chunks)
+        logits_BTV: Tensor = self.head(x_BTC)
         if targets_BT is None:
             return logits_BTV
         loss: Tensor = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
