@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -29,6 +29,8 @@ class Language(TextTask):
         vocabulary: different tokens; ``null``: what the data's index says. A ``.bin`` needs it.
         prepare: how to make ``data`` on first use if it is not there.
     """
+
+    can_chunk_loss: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class Language(TextTask):
 
     @cached_property
     def config(self) -> GPTConfig:
-        """The model's shape, with the vocabulary of the data.
+        """The model's shape, with the vocabulary of the data; where no data is, with the one given.
 
         Raises:
             DataError: a vocabulary that is not the data's, or known to neither.
@@ -74,7 +76,7 @@ class Language(TextTask):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
         """Cross entropy in nats, summed over the tokens, and how many those are."""
         tokens_BT, targets_BT = batch
-        loss: Tensor = model(tokens_BT, targets_BT)
+        loss: Tensor = model(tokens_BT, targets_BT, loss_chunks=self.loss_chunks)
         return loss, targets_BT.numel()
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from paceline.metrics import Metric
 
 __all__ = ["Task", "require"]
@@ -67,6 +67,18 @@ class Task(ABC):
     """Constructor arguments that only say where something lies. A resume need not match them: the data may have moved,
     and its content is in the `fingerprint`."""
 
+    can_chunk_loss: ClassVar[bool] = False
+    """Whether `loss` heeds `loss_chunks`. A subclass with a `loss` of its own says so anew."""
+
+    loss_chunks: int | None = None
+    """Parts into which `loss` splits a micro-batch's tokens, so that the logits of one only are in memory at a time;
+    ``None``: all at once. Set by `chunk_loss`."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "loss" in vars(cls):
+            cls.can_chunk_loss = vars(cls).get("can_chunk_loss", False)
+
     @abstractmethod
     def build_model(self) -> nn.Module:
         """A new model on the CPU in float32, initialised from torch's global generator, which the caller has seeded.
@@ -109,6 +121,39 @@ class Task(ABC):
     def collate(self, samples: Sequence[Any]) -> Any:
         """One batch from a list of samples; torch's ``default_collate`` unless overridden."""
         return default_collate(list(samples))
+
+    def example(self, samples: int) -> Any:
+        """A micro-batch of ``samples`` samples as in training, to measure with: what is in them does not matter.
+
+        Here it is the first of `train_data`, over and over if they are fewer. Override it where the data can be left
+        alone: a run can be planned then before its data is there.
+
+        Raises:
+            DataError: no samples.
+        """
+        data = self.train_data()
+        there = len(data)  # type: ignore[arg-type]
+        if not there:
+            raise DataError(
+                "cannot take an example", found="an empty dataset", needed="at least one sample", fix="Check the data"
+            )
+        return self.collate([data[index % there] for index in range(samples)])
+
+    def chunk_loss(self, chunks: int | None) -> None:
+        """Sets `loss_chunks` to what the recipe says; call it before `build_model`.
+
+        Raises:
+            ConfigError: a number of chunks for a task that cannot.
+        """
+        if chunks is not None and not self.can_chunk_loss:
+            raise ConfigError(
+                f"cannot split the loss of {type(self).__name__}",
+                found=f"loss_chunks={chunks}",
+                needed="a task that computes its loss in chunks, such as Language or CausalLM",
+                fix="Leave out recipe.loss_chunks; or, in a loss of your own, use paceline.models.chunked_cross_entropy "
+                "with self.loss_chunks, and set can_chunk_loss = True",
+            )
+        self.loss_chunks = chunks
 
     def tokens_per_sample(self) -> int:
         """What one sample counts for in the run's tokens per second; 1 where a sample is no sequence."""

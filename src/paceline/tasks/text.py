@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from paceline.data.prepare import prepare_once
 from paceline.data.tokens import Corpus, Tokens
 from paceline.errors import DataError
@@ -86,12 +89,19 @@ class TextTask(Task):
         return Corpus.open(self.data)
 
     @property
+    def has_data(self) -> bool:
+        """Whether the data is there, without opening it."""
+        return self.data.exists()
+
+    @property
     def vocabulary(self) -> int:
-        """How many different tokens there are.
+        """How many different tokens there are. With the argument given the data need not be there.
 
         Raises:
             DataError: a vocabulary that is not the data's, or known to neither.
         """
+        if self._vocabulary is not None and not self.has_data:
+            return self._vocabulary
         known = self.corpus.vocabulary
         vocabulary = known if self._vocabulary is None else self._vocabulary
         if vocabulary is None:
@@ -124,6 +134,11 @@ class TextTask(Task):
         if bytes_per_token is None or "loss" not in scores:
             return {}
         return {"bits_per_byte": scores["loss"] / math.log(2) / bytes_per_token}
+
+    def example(self, samples: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of that shape, all 0: the data is left alone."""
+        tokens_BT = torch.zeros(samples, self.context, dtype=torch.int64)
+        return tokens_BT, tokens_BT
 
     def tokens_per_sample(self) -> int:
         """The context."""
