@@ -18,6 +18,7 @@ from typing import Any, Literal
 from paceline.errors import ConfigError, did_you_mean
 from paceline.faults import Faults
 from paceline.lanes import check_batch, lanes_of
+from paceline.sizes import parse_size
 
 __all__ = ["Execution", "Identity", "Optimizer", "Recipe", "Resume", "Schedule", "as_dict"]
 
@@ -261,6 +262,12 @@ class Execution:
             the run starts again from its newest checkpoint, unless it is ``stop``.
         hang_after_s: a worker that does not get on with a micro-batch, a load or an update for so long is taken for
             hung and replaced; ``null``: ten times the longest of its kind so far in this run, at least 30 s.
+        recompute: blocks that run again in backward, so that what is inside them need not be kept: ``none``; ``all``;
+            ``selective``: all, but what matrix products and attention return is kept; ``every:k``: blocks 0, k, 2k, ...;
+            ``auto``: what fits ``memory`` at the least cost in time (`paceline train` only; see `paceline.memory.fit`);
+            or a list of module paths and patterns (``[blocks.*]``), or a mapping of them to keep, selective or full.
+        memory: most bytes that a worker may need, such as ``8GiB``: a run that needs more does not start; ``null``: with
+            ``auto`` what this machine has, divided by the workers on it.
         faults: failures to rehearse, e.g. ``kill worker=1 step=3; stop worker=0 step=7``; see `paceline.faults`.
         timeout_s: seconds after which a wait for the other workers is an error, and what has not happened before in
             this run (a first step, an evaluation, a save) is taken for hung.
@@ -282,6 +289,8 @@ class Execution:
     tensorboard: bool = False
     on_loss: Literal["auto", "replace", "shrink", "restart", "stop"] = "auto"
     hang_after_s: float | None = None
+    recompute: str | list[str] | dict[str, str] = "none"
+    memory: str | None = None
     faults: str | None = None
     timeout_s: float = 600.0
 
@@ -307,7 +316,9 @@ class Execution:
                 "a number > 0, at most 1e9",
                 f"Leave out execution.{name} for the default",
             )
-
+        _check_recompute(self.recompute)
+        if self.memory is not None:
+            parse_size(self.memory, "execution.memory")
         if self.faults is not None:
             Faults.parse(self.faults)
 
@@ -325,6 +336,30 @@ class Execution:
         """Raises `ConfigError` when ``recipe`` cannot be run this way."""
         if self.workers != "auto":
             lanes_of(0, self.workers, recipe.lanes)
+        levels = self.recompute.values() if isinstance(self.recompute, dict) else [self.recompute]
+        if recipe.compile and "selective" in levels:
+            raise ConfigError(
+                "cannot recompute selectively",
+                found="recipe.compile: true, and a compiled block shows none of its operators",
+                needed="blocks that run as they are written",
+                fix="Use execution.recompute: all or every:2; the compiler chooses what a block keeps by itself",
+            )
+
+
+def _check_recompute(mode: str | list[str] | dict[str, str]) -> None:
+    modes, levels = ("none", "all", "selective", "auto", "every:2"), ("keep", "selective", "full")
+    needed = "none, all, selective, auto, every:k with k >= 1, or a list of module paths"
+    if isinstance(mode, str):
+        every, _, k = mode.partition(":")
+        ok = mode in modes or (every == "every" and k.isdecimal() and int(k) >= 1)
+        fix = f"For a block of that name write [{mode}]" if "." in mode or "*" in mode else did_you_mean(mode, modes)
+    else:
+        ok, fix = bool(mode) and all(isinstance(path, str) and path for path in mode), "Write [blocks.0, blocks.2]"
+    if isinstance(mode, dict) and ok:
+        unknown = [level for level in mode.values() if level not in levels]
+        ok, needed = not unknown, "keep, selective or full for each module path"
+        fix = did_you_mean(str(unknown[0]), levels) if unknown else ""
+    _require(ok, "execution.recompute", mode, needed, fix)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 
 __all__ = [
     "ALIGNMENT",
+    "HostRandomness",
     "aligned",
     "autocast",
     "combined",
@@ -60,6 +61,28 @@ def seed_by(*key: int | str) -> int:
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
     return seed
+
+
+class HostRandomness:
+    """The states of numpy's and Python's generators at this moment. As a context manager it goes back to them, as often
+    as it is entered, and leaves what was there before."""
+
+    def __init__(self) -> None:
+        self._states = self._now()
+
+    def __enter__(self) -> None:
+        self._before = self._now()
+        self._go_to(self._states)
+
+    def __exit__(self, *raised: object) -> None:
+        self._go_to(self._before)
+
+    def _now(self) -> tuple[Any, Any]:
+        return np.random.get_state(), random.getstate()
+
+    def _go_to(self, states: tuple[Any, Any]) -> None:
+        np.random.set_state(states[0])
+        random.setstate(states[1])
 
 
 def configure_process(*, threads: int, device: torch.device) -> None:

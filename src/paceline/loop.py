@@ -73,6 +73,15 @@ class Loop:
 
     def __enter__(self) -> Loop:
         self._tracked.begin_steps(self._recipe.micro_batch)
+        if self._execution.recompute == "auto":
+            raise UsageError(
+                "cannot choose by itself what to recompute",
+                found="execution.recompute: auto, in a loop of one's own",
+                needed="the loss of a micro-batch to measure",
+                fix="Use paceline train, or paceline.memory.fit(model, step, budget) and recompute: none here",
+            )
+        if self._execution.recompute != "none":
+            self._tracked.recompute(self._execution.recompute)
         return self
 
     def __exit__(self, *_: object) -> None:

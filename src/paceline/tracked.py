@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.checkpoint import Store, compare_keys, pack
 from paceline.determinism import aligned, compile_with_static_shapes, content_digest, flatten_state, tensor_digest
 from paceline.errors import CheckpointError, UsageError
+from paceline.memory.recompute import Mode, is_compiled, recompute
 from paceline.team import Team
 
 __all__ = ["Changes", "Tracked"]
@@ -45,6 +46,7 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._optimizers: dict[str, Any] = {}
+        self._compiled_whole: list[str] = []
         self.begun = False
 
     def add(self, name: str, thing: Any) -> None:
@@ -74,7 +76,9 @@ class Tracked:
         plain = getattr(thing, "_orig_mod", thing)
         if isinstance(plain, nn.Module):
             _refuse_untrainable(name, plain)
-            if plain is not thing or any(part._compiled_call_impl is not None for part in plain.modules()):
+            if plain is not thing:
+                self._compiled_whole.append(name)
+            if plain is not thing or any(map(is_compiled, plain.modules())):
                 compile_with_static_shapes()
         thing = plain
         self._objects[name] = thing
@@ -93,6 +97,24 @@ class Tracked:
         """Parameters of the modules that require a gradient, each once, in registration order."""
         modules = self.modules.values()
         return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+
+    def recompute(self, mode: Mode) -> None:
+        """Lets blocks of the modules recompute, see `paceline.memory.recompute`. With several modules the paths of
+        blocks begin with the name under which each is tracked.
+
+        Raises:
+            UsageError: a module that is compiled as a whole, which has no blocks left.
+        """
+        for name in self._compiled_whole:
+            raise UsageError(
+                f"cannot recompute blocks of {name}",
+                found="a model compiled as a whole",
+                needed="blocks that are compiled one by one, each recomputed around its compiled call",
+                fix="Write `for block in model.blocks: block.compile(dynamic=False)` in place of torch.compile(model)",
+            )
+        root = nn.Module()
+        root._modules.update(self.modules)
+        recompute(root if len(self.modules) > 1 else next(iter(self.modules.values())), mode)
 
     def begin_steps(self, micro_batch: int) -> None:
         """Forgets gradients of steps before: those of parameters that were frozen since would be applied for ever.

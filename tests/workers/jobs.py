@@ -43,13 +43,25 @@ class Waves(Dataset[Any]):
         return self.x_SCT[index] * (1 if random.random() < 0.5 else -1) + noise, self.y_S[index]
 
 
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.mix, self.norm, self.dropout = nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6), nn.Dropout(dropout)
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        y_BCT: Tensor = self.dropout(self.norm(self.mix(x_BCT)))
+        return x_BCT + (y_BCT if random.random() < 0.5 else y_BCT.relu())
+
+
 class Net(nn.Module):
-    """BatchNorm, dropout, tied weights, a branch that not every micro-batch takes, a layer that nothing uses."""
+    """BatchNorm, dropout, tied weights, a branch that not every micro-batch takes, a layer that nothing uses, and two
+    that can be recomputed."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.stem = nn.Conv1d(3, 6, 3, padding=1)
         self.norm = nn.BatchNorm1d(6)
+        self.layers = nn.ModuleList([Layer(dropout) for _ in range(2)])
         self.mix = nn.Linear(6, 6)
         self.tied = nn.Linear(6, 6, bias=False)
         self.tied.weight = self.mix.weight
@@ -58,7 +70,10 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x_BCT: Tensor) -> Tensor:
-        h_BD = torch.relu(self.norm(self.stem(x_BCT))).mean(-1)
+        h_BCT = torch.relu(self.norm(self.stem(x_BCT)))
+        for layer in self.layers:
+            h_BCT = layer(h_BCT)
+        h_BD = h_BCT.mean(-1)
         h_BD = self.dropout(self.tied(torch.tanh(self.mix(h_BD))))
         if float(x_BCT.detach()[0, 0, 0]) > 1:
             h_BD = h_BD + self.rare(h_BD)

@@ -159,6 +159,8 @@ EXECUTIONS: dict[str, Runner] = {
     "tensorboard": with_(tensorboard=True),
     "on_loss": lost("kill worker=1 step=2", on_loss="shrink"),
     "hang_after_s": lost("hang worker=1 step=2", hang_after_s=1.0),
+    "recompute": with_(recompute={"layers.*": "selective"}),
+    "memory": with_(memory="4GiB", recompute="auto"),
     "faults": lost("kill worker=0 step=2; kill worker=1 step=4"),
     "timeout_s": with_(timeout_s=45.0),
 }

@@ -1,0 +1,252 @@
+"""Recompute (activation checkpointing): blocks that run again during backward, in place of keeping what it needs.
+
+What runs is torch's own ``checkpoint(..., use_reentrant=False)`` (Chen et al. 2016, Training Deep Nets with Sublinear
+Memory Cost), selective in torch's sense with `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Here lies
+what makes it safe on any module: no bit of a result changes, buffers and random generators included, and a block of
+which that is not true is found out.
+
+[Note: where the call is wrapped] A block keeps its class, its keys and its hooks. `torch.nn.Module` calls
+``_compiled_call_impl`` in place of all else if it is set, which is also where ``Module.compile`` puts the compiled
+call. The wrapper takes that slot and calls what was there: checkpointing lies outside a compiled block, since inside it
+the compiler would fuse other operators, and round otherwise in bf16.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeAlias, cast, get_args
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from paceline.determinism import HostRandomness, content_digest
+from paceline.errors import ConfigError, UsageError, did_you_mean
+from paceline.memory.blocks import find_blocks, named_modules
+from paceline.memory.plan import Level
+
+__all__ = ["Mode", "Recomputed", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
+
+_EXPENSIVE = {
+    *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps"),
+}
+"""Operators whose outputs ``selective`` keeps: products of matrices, convolutions and attention."""
+
+
+Mode: TypeAlias = str | Sequence[str] | Mapping[str, str]
+
+
+def recompute(model: nn.Module, mode: Mode) -> dict[str, Level]:
+    """Lets blocks of ``model`` recompute from now on, in place of any others so far. Not collective.
+
+    Call it after ``compile``. No key, type or hook of the model changes, and never a bit of a result.
+
+    Args:
+        model: any module tree.
+        mode: ``none``, ``all``, ``selective`` (keep what matrix products and attention return, recompute the rest),
+            ``every:k`` (blocks 0, k, 2k, ...), a list of module paths and patterns, or a mapping of these to ``keep``,
+            ``selective`` or ``full``.
+
+    Returns:
+        The level of each block by module path. See `paceline.memory.find_blocks`.
+
+    Raises:
+        ConfigError: an unknown mode or block, or a model without repeated blocks.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    >>> model = nn.Sequential(*[block() for _ in range(3)])
+    >>> recompute(model, "every:2")
+    {'0': 'full', '1': 'keep', '2': 'full'}
+    """
+    levels = levels_of(model, mode)
+    set_levels(model, levels)
+    return levels
+
+
+def levels_of(model: nn.Module, mode: Mode) -> dict[str, Level]:
+    """What `recompute` would do, undone as yet."""
+    blocks = find_blocks(model)
+    levels: dict[str, Level] = dict.fromkeys(blocks, "keep")
+    if not isinstance(mode, str):
+        named = mode if isinstance(mode, Mapping) else dict.fromkeys(mode, "full")
+        for pattern, level in named.items():
+            levels.update(dict.fromkeys(named_modules(model, [pattern]), _level(level)))
+        return levels
+    every, _, k = mode.partition(":")
+    if mode not in ("none", "all", "selective") and not (every == "every" and k.isdecimal() and int(k) > 0):
+        raise ConfigError(
+            "cannot recompute blocks",
+            found=repr(mode),
+            needed="none, all, selective, every:k, or module paths",
+            fix="Use paceline.memory.fit for what fits a budget" if mode == "auto" else "Use all",
+        )
+    if not blocks and mode != "none":
+        raise ConfigError(
+            "cannot recompute blocks",
+            found=f"no repeated blocks in {type(model).__name__}",
+            needed="modules of one class side by side, with modules inside, as the layers of a transformer",
+            fix="Name what shall be recomputed, as in execution.recompute: [encoder, decoder]",
+        )
+    if mode != "none":
+        chosen = list(blocks)[:: int(k) if k else 1]
+        levels.update(dict.fromkeys(chosen, "selective" if mode == "selective" else "full"))
+    return levels
+
+
+def _level(word: str) -> Level:
+    for level in get_args(Level):
+        if word == level:
+            return cast(Level, level)
+    raise ConfigError(
+        "cannot recompute blocks",
+        found=repr(word),
+        needed=" or ".join(get_args(Level)),
+        fix=did_you_mean(word, get_args(Level)),
+    )
+
+
+def set_levels(model: nn.Module, levels: Mapping[str, Level]) -> None:
+    """Gives each named module its level; all others keep what autograd saves.
+
+    Raises:
+        ConfigError: ``selective`` for a compiled module.
+    """
+    for path, module in model.named_modules():
+        level = levels.get(path, "keep")
+        if level == "selective" and is_compiled(module):
+            raise ConfigError(
+                f"cannot recompute {path} selectively",
+                found="a compiled block, which shows none of its operators",
+                needed="a block that runs as it is written",
+                fix="Recompute all of it: the compiler chooses by itself what a block keeps",
+            )
+        call = module._compiled_call_impl
+        if isinstance(call, Recomputed):
+            module._compiled_call_impl = call.inner
+        if level != "keep":
+            module._compiled_call_impl = Recomputed(path, module, level)
+
+
+def get_levels(model: nn.Module) -> dict[str, Level]:
+    """The modules that recompute now, and how."""
+    calls = {path: module._compiled_call_impl for path, module in model.named_modules()}
+    return {path: call.level for path, call in calls.items() if isinstance(call, Recomputed)}
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.nn.Module.compile` was called on it."""
+    call = module._compiled_call_impl
+    return (call.inner if isinstance(call, Recomputed) else call) is not None
+
+
+class Recomputed:
+    """The call of a module that recomputes. See [Note: where the call is wrapped].
+
+    Attributes:
+        forward_s, again_s: seconds of the last call, and of its last repetition in backward; on a GPU only what the
+            host took, unless the caller waits for it.
+    """
+
+    def __init__(self, path: str, module: nn.Module, level: Level) -> None:
+        self._path, self._module, self.level = path, module, level
+        self.inner: Callable[..., Any] | None = module._compiled_call_impl
+        self._calls = 0
+        self.forward_s = self.again_s = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner or self._module._call_impl
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        begun = time.perf_counter()
+        try:
+            return self._checkpointed(inner, args, kwargs)
+        finally:
+            self.forward_s = time.perf_counter() - begun
+
+    def _checkpointed(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._calls += 1
+        # Calls 1, 2, 4, 8, ... run to their end a second time too, and must return the same bits: a block that goes
+        # astray is found in its first step, one that does so later soon enough, and hashing stays free.
+        if self._calls & (self._calls - 1):
+            return checkpoint(inner, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        first: list[str] = []
+
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            returned = inner(*args, **kwargs)
+            if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(returned)):  # it has a shape alone
+                first.append(content_digest(returned))
+                if first[-1] != first[0]:
+                    raise self._refusal()
+            return returned
+
+        with set_checkpoint_early_stop(False):
+            return checkpoint(compared, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What the two forwards run in, made before the first one."""
+        if self.level == "full":
+            return nullcontext(), _Again(self, self._module)
+        keeping, kept = create_selective_checkpoint_contexts(_policy)
+        return keeping, _Again(self, self._module, kept)
+
+    def _refusal(self) -> UsageError:
+        return UsageError(
+            f"cannot recompute block {self._path}",
+            found="another output of its second forward than of its first",
+            needed="a forward that depends on its inputs, weights and random numbers alone",
+            fix=f"Leave out {self._path} in execution.recompute; or look in {type(self._module).__name__}.forward for "
+            "counters, caches, and inputs or buffers that are changed and read",
+        )
+
+
+class _Again:
+    """Around a second forward: with the first one's random numbers, on copies of the buffers, which are dropped.
+
+    Torch's own generators are checkpoint's. The buffers themselves are not touched: autograd may hold them.
+    """
+
+    def __init__(self, call: Recomputed, module: nn.Module, inside: AbstractContextManager[Any] | None = None) -> None:
+        self._call, self._module, self._inside = call, module, inside
+        self._randomness = HostRandomness()
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+        with ExitStack() as stack:
+            stack.enter_context(self._randomness)
+            stack.enter_context(_buffers_copied(self._module))
+            if self._inside is not None:
+                stack.enter_context(self._inside)
+            self._open = stack.pop_all()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._open.__exit__(*raised)
+        self._call.again_s = time.perf_counter() - self._begun
+
+
+@contextmanager
+def _buffers_copied(module: nn.Module) -> Iterator[None]:
+    buffers = [(part, name, at) for part in module.modules() for name, at in part._buffers.items() if at is not None]
+    try:
+        for part, name, buffer in buffers:
+            part._buffers[name] = buffer.clone()
+        yield
+    finally:
+        for part, name, buffer in buffers:
+            part._buffers[name] = buffer
+
+
+def _policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = str(getattr(operator, "__name__", "")).partition(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
