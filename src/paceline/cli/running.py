@@ -44,8 +44,8 @@ When one fails, the others are ended and its error is shown once. No process is 
 """
 
 _VERIFY_HELP = """\
-usage: paceline verify [CONFIG] --workers 1,2,3 [--steps N] [--interrupt] [--faults SENTENCE] [--out DIR]
-                       [--SECTION.NAME VALUE ...]
+usage: paceline verify [CONFIG] --workers 1,2,3 [--steps N] [--interrupt] [--faults SENTENCE]
+                       [--recompute LIST] [--out DIR] [--SECTION.NAME VALUE ...]
 
 Runs CONFIG from scratch with each number of workers and compares all bits after every step. Exit code 0: equal; 1: not,
 with the first step, lane loss or parameter that differs.
@@ -57,6 +57,7 @@ with the first step, lane loss or parameter that differs.
                      does to itself at step N, from 1: kill, stop, crash (signals), hang, spin (endless loops), term,
                      usr1, interrupt (save and stop, then resumed). More words: at=step (the default) or exchange,
                      update, body, evaluate, save, reform, copy, join; lane=N; times=N
+  --recompute LIST   also run each with these ways to recompute: all,selective,every:2,auto
   --out DIR          where proof.json and the runs go; default <run directory>-verify
   Settings as for `paceline train`.
 """
@@ -187,7 +188,7 @@ def verify(words: list[str]) -> int:
     while remaining:
         word = remaining.pop(0)
         name, equals, value = word.partition("=")
-        if name in ("--workers", "--steps", "--faults", "--out"):
+        if name in ("--workers", "--steps", "--faults", "--recompute", "--out"):
             if not equals and (not remaining or remaining[0].startswith("--")):
                 raise ConfigError(f"cannot read {name}", found="nothing behind it", fix="See `paceline verify --help`")
             options[name] = value if equals else remaining.pop(0)
@@ -212,7 +213,10 @@ def verify(words: list[str]) -> int:
     from paceline import verify as command
 
     out = Path(options["--out"]) if "--out" in options else None
-    return command.verify(settings, workers=workers, steps=steps, interrupt=interrupt, faults=faults, out=out)
+    recompute = options["--recompute"].split(",") if "--recompute" in options else ()
+    return command.verify(
+        settings, workers=workers, steps=steps, interrupt=interrupt, faults=faults, recompute=recompute, out=out
+    )
 
 
 def _whole(text: str, option: str, example: str) -> int:

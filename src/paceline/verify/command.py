@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import sys
@@ -36,6 +37,7 @@ def verify(
     steps: int | None = None,
     interrupt: bool = False,
     faults: Faults | None = None,
+    recompute: Sequence[str] = (),
     out: Path | None = None,
 ) -> int:
     """Runs ``settings`` once with each number of workers, prints how the bits compare, and writes the proof.
@@ -51,6 +53,7 @@ def verify(
             comparison of resumed runs.
         faults: beside each run that has the workers for them, another one that meets them, and that does not count
             unless it has met every one. ``None``: those of ``execution.faults``, if any.
+        recompute: ways to recompute (``all``, ``every:2``, ...): beside each run, another one with each of them.
         out: new or empty directory for the proof and the runs. ``None``: the proof goes to ``<run_dir>-verify``, and
             the runs stay there only when their bits differ.
 
@@ -70,12 +73,15 @@ def verify(
             fix="Start it without torchrun or srun, or unset RANK and WORLD_SIZE",
         )
     faults = Faults.parse(settings.execution.faults) if faults is None else faults
-    _check(settings.recipe, workers, steps, interrupt, faults)
+    for mode in recompute:
+        dataclasses.replace(settings.execution, recompute=mode).check(settings.recipe)
+    more = interrupt or bool(recompute) or bool(faults.statements)
+    _check(settings.recipe, workers, steps, interrupt, more)
     steps = steps or settings.execution.stop_at
     _check_faults(faults, settings.recipe, workers, steps)
     home = out or settings.run_dir.with_name(f"{settings.run_dir.name}-verify")
     runs = _prepare(home, keep=out is not None)
-    variations = list(_variations(runs, workers, interrupt, faults))
+    variations = list(_variations(runs, workers, interrupt, faults, recompute))
     reference = variations[0]
     length = f"{steps} steps" if steps else "the whole length"
     print(f"{settings.run_dir.name}: {len(variations)} runs of {length} on {settings.recipe.lanes} lanes", flush=True)
@@ -91,7 +97,7 @@ def verify(
             steps = len(reference.trace)
             if variation is reference:
                 # Known by now even when the recipe counts epochs.
-                _check(settings.recipe, workers, steps, interrupt, faults)
+                _check(settings.recipe, workers, steps, interrupt, more)
                 _check_faults(faults, settings.recipe, workers, steps)
             variation.difference = first_difference(reference.trace, variation.trace)
             display.end(variation, "-" if variation is reference else same(variation.difference))
@@ -112,18 +118,25 @@ def verify(
     return EXIT_FAILED if different else EXIT_DONE
 
 
-def _variations(runs: Path, workers: Sequence[int], interrupt: bool, faults: Faults) -> Iterator[Variation]:
+def _variations(
+    runs: Path, workers: Sequence[int], interrupt: bool, faults: Faults, recompute: Sequence[str]
+) -> Iterator[Variation]:
     paths: list[tuple[int, ...]] = [(count,) for count in workers]
     if interrupt:
         paths += [tuple(workers[(i + leg) % len(workers)] for leg in range(_LEGS)) for i in range(len(workers))]
     for path in paths:
         yield Variation(workers=path, run_dir=runs / "-".join(map(str, path)))
     for count in workers:
+        for mode in recompute:
+            run_dir = runs / f"{count}-recompute-{mode.replace(':', '-')}"
+            yield Variation(workers=(count,), run_dir=run_dir, recompute=mode)
+    for count in workers:
         if faults.statements and count >= faults.workers:
             yield Variation(workers=(count,), run_dir=runs / f"{count}-faults", faults=faults)
 
 
-def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt: bool, faults: Faults) -> None:
+def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt: bool, more: bool) -> None:
+    """``more``: each run has others beside it, with the same workers."""
     listed = ",".join(map(str, workers))
     twice = [count for i, count in enumerate(workers) if count in workers[:i]]
     fewest = _LEGS if interrupt else 1
@@ -138,10 +151,10 @@ def _check(recipe: Recipe, workers: Sequence[int], steps: int | None, interrupt:
             f"Use numbers from 1 to {recipe.lanes}",
         ),
         (
-            len(workers) == 1 and not interrupt and not faults.statements,
+            len(workers) == 1 and not more,
             f"--workers {listed}, one run and nothing to compare it with",
             "at least two runs",
-            "Use --workers 1,2, or add --interrupt or --faults to compare a run with itself, stopped or disturbed",
+            "Use --workers 1,2, or add --interrupt, --faults or --recompute to compare a run with itself",
         ),
         (
             steps is not None and not fewest <= steps <= longest,

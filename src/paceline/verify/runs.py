@@ -37,6 +37,8 @@ class Variation:
     workers: tuple[int, ...]
     run_dir: Path
     faults: Faults = dataclasses.field(default_factory=Faults)
+    recompute: str | None = None
+    """A way to recompute other than the settings' own."""
     seconds: float = 0.0
     cost: Cost | None = None
     trace: list[StepBits] = dataclasses.field(default_factory=list)
@@ -45,10 +47,11 @@ class Variation:
 
     @property
     def name(self) -> str:
-        """As in the table: ``2``, or ``2 > 3 > 1``, or ``2, kill worker=1 step=3``."""
+        """As in the table: ``2``, or ``2 > 3 > 1``, or ``2, recompute all``, or ``2, kill worker=1 step=3``."""
         statements = list(map(str, self.faults.statements))
         shown = "; ".join(statements[:_NAMED]) + ("; ..." if len(statements) > _NAMED else "")
-        return " > ".join(map(str, self.workers)) + (f", {shown}" if shown else "")
+        how = ([f"recompute {self.recompute}"] if self.recompute else []) + ([shown] if shown else [])
+        return ", ".join([" > ".join(map(str, self.workers)), *how])
 
     @property
     def events(self) -> Path:
@@ -106,6 +109,8 @@ def run(variation: Variation, settings: Settings, steps: int | None, watch: Call
             tensorboard=False,
             faults=str(variation.faults) if disturbed else None,
         )
+        if variation.recompute is not None:
+            execution = dataclasses.replace(execution, recompute=variation.recompute)
         if not disturbed:
             execution = dataclasses.replace(execution, checkpoint_every=None, keep=1, keep_best=None)  # one at the stop
         config = variation.run_dir.with_name(f"{variation.run_dir.name}-leg{leg + 1}.yaml")
