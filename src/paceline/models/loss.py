@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from paceline.errors import UsageError
 
@@ -47,11 +46,11 @@ def chunked_cross_entropy(
         bias_V: the head's bias, if it has one.
 
     Returns:
-        The sum over the tokens in nats, float32. Gradients are computed together with it, unless they are off
-        (`torch.no_grad`), and so can be used for one backward, and not be differentiated again.
+        The sum over the tokens in nats, float32. Unless gradients are off (`torch.no_grad`), they are computed together
+        with it; they can be used for one backward, and not be differentiated again.
 
     Raises:
-        UsageError: ``chunks`` below 1, or other shapes.
+        UsageError: ``chunks`` below 1, or other shapes; in backward: the second one, or ``create_graph=True``.
 
     >>> hidden_NC, weight_VC = torch.randn(6, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
     >>> loss = chunked_cross_entropy(hidden_NC, weight_VC, torch.arange(6), chunks=3)
@@ -110,13 +109,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_VC is not None:
                 _add_product(grad_VC, grad_nV.T, x_nC * counts_n[:, None])
         ctx.save_for_backward(grad_NC, grad_VC, grad_V)
+        ctx.spent = False
         ctx.dtypes = hidden_NC.dtype, weight_VC.dtype, None if bias_V is None else bias_V.dtype
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: of a weight's gradient one copy is enough. Torch sees the change, and refuses a second backward.
+        if ctx.spent or torch.is_grad_enabled():
+            raise UsageError(
+                "cannot go back through the chunked loss",
+                found="a second backward" if ctx.spent else "create_graph=True",
+                needed="one backward, and no gradients of gradients",
+                fix="Add up losses before backward, or leave out recipe.loss_chunks",
+            )
+        ctx.spent = True  # scaled in place, as of a weight's gradient one copy is enough
         scaled = [
             None if own is None else own.mul_(grad).to(dtype)
             for own, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -1,19 +1,22 @@
 """A causal language model from transformers, with new weights, on prepared text.
 
-Legend of shapes: B samples, T tokens of a sample, V vocabulary.
+Legend of shapes: B samples, T tokens of a sample, N = B T, V vocabulary, C what the output head takes for a token.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.errors import ConfigError, did_you_mean
+from paceline.models import chunked_cross_entropy
 from paceline.tasks.text import Prepare, TextTask
 
 __all__ = ["CausalLM"]
@@ -42,6 +45,8 @@ class CausalLM(TextTask):
         prepare: how to make ``data`` on first use if it is not there.
     """
 
+    can_chunk_loss: ClassVar[bool] = True
+
     def __init__(
         self,
         data: str,
@@ -59,7 +64,8 @@ class CausalLM(TextTask):
 
         Raises:
             ConfigError: transformers is not installed, does not know the model type or a name in ``config``, refuses a
-                value, or builds a model that looks at tokens to come.
+                value, or builds a model that looks at tokens to come, or, with `loss_chunks`, one whose logits are not
+                what its output head returns.
         """
         transformers = _transformers()
         arguments = self._arguments(_known_arguments(transformers, self.model_type))
@@ -73,7 +79,10 @@ class CausalLM(TextTask):
                 needed="values that transformers accepts",
                 fix="Mend task.init_args.config",
             ) from error
-        self._check_causal(model)
+        if not isinstance(next(model.parameters()), FakeTensor):  # of shapes alone there are no outputs to look at
+            self._check_causal(model)
+            if self.loss_chunks is not None:
+                self._check_head(model)
         return model
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
@@ -82,6 +91,11 @@ class CausalLM(TextTask):
         It is that of the next token alone, without what some architectures add, such as a loss for a router's balance.
         """
         tokens_BT, targets_BT = batch
+        if self.loss_chunks is not None:
+            head, hidden_BTC = _hidden(model, tokens_BT)
+            hidden_NC, targets_N = hidden_BTC.flatten(0, 1), targets_BT.flatten()
+            loss = chunked_cross_entropy(hidden_NC, head.weight, targets_N, chunks=self.loss_chunks, bias_V=head.bias)
+            return loss, targets_BT.numel()
         logits_BTV: Tensor = model(input_ids=tokens_BT).logits
         logits_NV = logits_BTV.float().flatten(0, 1)
         return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum"), targets_BT.numel()
@@ -120,7 +134,8 @@ class CausalLM(TextTask):
                 needed=f"{positions} >= context",
                 fix=f"Leave out {positions}; it is the context then",
             )
-        tokenizer = self.corpus.tokenizer
+        corpus = self._corpus_if_needed()
+        tokenizer = None if corpus is None else corpus.tokenizer
         ours = {
             "vocab_size": self.vocabulary,
             positions: self.context,
@@ -134,13 +149,10 @@ class CausalLM(TextTask):
 
     def _check_causal(self, model: nn.Module) -> None:
         """Looks whether another last token changes what is said of the tokens before it."""
-        tokens_2T = torch.zeros(2, min(self.context, _PROBE_TOKENS), dtype=torch.int64)
+        tokens_2T = self._probe()
         tokens_2T[1, -1] = self.vocabulary - 1
-        try:
-            with torch.no_grad():
-                first_TV, second_TV = model.eval()(input_ids=tokens_2T).logits[:, :-1]
-        finally:
-            model.train()
+        with _looking_at(model):
+            first_TV, second_TV = model(input_ids=tokens_2T).logits[:, :-1]
         if len(first_TV) and float((first_TV - second_TV).abs().max()) > 1e-3 * float(first_TV.std()):
             raise ConfigError(
                 f"cannot train the {self.model_type} model to predict the next token",
@@ -148,6 +160,58 @@ class CausalLM(TextTask):
                 needed="an architecture that only looks back",
                 fix="Use another task.init_args.model_type, such as gpt2 or llama",
             )
+
+    def _check_head(self, model: nn.Module) -> None:
+        """Looks whether the output head returns the logits: with others in their place, these must come out."""
+        head = cast(Any, model).get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            self._refuse_chunks(f"an output head of class {type(head).__name__}")
+        told: list[Tensor] = []
+
+        def tell(_module: nn.Module, _arguments: Any, logits_BTV: Tensor) -> Tensor:
+            told.append(torch.linspace(-1e4, 1e4, logits_BTV.numel()).view_as(logits_BTV))
+            return told[-1]
+
+        with _looking_at(model), head.register_forward_hook(tell):
+            logits_BTV = model(input_ids=self._probe()).logits
+        if len(told) != 1 or not torch.equal(logits_BTV, told[0]):
+            self._refuse_chunks("logits that are changed after the output head, as by a scale or a cap")
+
+    def _refuse_chunks(self, found: str) -> NoReturn:
+        raise ConfigError(
+            f"cannot split the loss of the {self.model_type} model",
+            found=found,
+            needed="logits as one linear output head returns them",
+            fix="Leave out recipe.loss_chunks, or use another task.init_args.model_type, such as gpt2 or llama",
+        )
+
+    def _probe(self) -> Tensor:
+        return torch.zeros(2, min(self.context, _PROBE_TOKENS), dtype=torch.int64)
+
+
+@contextmanager
+def _looking_at(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; in training mode again afterwards, as a new model is."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def _hidden(model: Any, tokens_BT: Tensor) -> tuple[nn.Linear, Tensor]:
+    """The output head, and what it is given, (B, T, C), while it computes nothing: it sees none of the tokens."""
+    head: nn.Linear = model.get_output_embeddings()
+    given: list[Tensor] = []
+
+    def take(_module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+        given.append(arguments[0])
+        return (arguments[0][:, :0],)
+
+    with head.register_forward_pre_hook(take):
+        model(input_ids=tokens_BT)
+    return head, given[0]
 
 
 def _transformers() -> Any:

@@ -150,8 +150,8 @@ class Task(ABC):
                 f"cannot split the loss of {type(self).__name__}",
                 found=f"loss_chunks={chunks}",
                 needed="a task that computes its loss in chunks, such as Language or CausalLM",
-                fix="Leave out recipe.loss_chunks; or, in a loss of your own, use paceline.models.chunked_cross_entropy "
-                "with self.loss_chunks, and set can_chunk_loss = True",
+                fix="Leave out recipe.loss_chunks; or in your own loss call paceline.models.chunked_cross_entropy "
+                "and set can_chunk_loss = True",
             )
         self.loss_chunks = chunks
 

@@ -89,20 +89,14 @@ class TextTask(Task):
         return Corpus.open(self.data)
 
     @property
-    def has_data(self) -> bool:
-        """Whether the data is there, without opening it."""
-        return self.data.exists()
-
-    @property
     def vocabulary(self) -> int:
         """How many different tokens there are. With the argument given the data need not be there.
 
         Raises:
             DataError: a vocabulary that is not the data's, or known to neither.
         """
-        if self._vocabulary is not None and not self.has_data:
-            return self._vocabulary
-        known = self.corpus.vocabulary
+        corpus = self._corpus_if_needed()
+        known = None if corpus is None else corpus.vocabulary
         vocabulary = known if self._vocabulary is None else self._vocabulary
         if vocabulary is None:
             raise DataError(
@@ -119,6 +113,10 @@ class TextTask(Task):
                 fix="Leave out task.init_args.vocabulary, or prepare the data with another tokenizer",
             )
         return vocabulary
+
+    def _corpus_if_needed(self) -> Corpus | None:
+        """`corpus`; ``None`` if it is not there and the vocabulary was given: a model can be built then."""
+        return self.corpus if self._vocabulary is None or self.data.exists() else None
 
     def train_data(self) -> Tokens:
         """Windows of ``context`` tokens with the token that follows each."""
