@@ -104,6 +104,17 @@ def test_under_autocast_logits_are_rounded_as_in_the_plain_loss_and_the_sum_is_f
         assert relative_error(tensor, true) <= 1.2 * relative_error(reference, true)
 
 
+def test_under_autocast_only_matrix_products_are_rounded() -> None:
+    hidden, weight, bias, targets = inputs()
+    assert bias is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        logits = F.linear(hidden, weight, bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        of_bias = run(chunked(4), hidden, weight, bias, targets)[-1]
+    expected = (logits.float().softmax(-1) - F.one_hot(targets, V)).sum(0)
+    assert relative_error(of_bias, expected) < 1e-6
+
+
 def test_the_weight_is_cast_once_and_not_left_cast_without_gradients() -> None:
     """Autocast keeps what it casts; kept from where gradients are off, it would have none in the layers after."""
     hidden, weight, _, targets = inputs()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from paceline.data.prepare import prepare
@@ -213,6 +214,70 @@ def test_a_model_that_cannot_be_built_is_told_when_it_is_to_be_built(
     task = causal(bare_bin, model_type, **config)
     with pytest.raises(ConfigError, match=message):
         task.build_model()
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_of_transformers_learns_the_same_with_its_loss_in_chunks(
+    bare_bin: Path, model_type: str, autocast: bool
+) -> None:
+    task = causal(bare_bin, model_type)
+    task.chunk_loss(5)
+    model = task.build_model().eval()  # without dropout
+    assert cast(Any, model).get_output_embeddings().bias is None or model_type == "bert"
+    batch = task.collate([task.train_data()[index] for index in range(3)])
+
+    def run(chunks: int | None) -> torch.Tensor:
+        task.chunk_loss(chunks)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss, weight = task.loss(model, batch)
+        assert weight == 24
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return torch.cat([loss.detach().view(1), *(part.flatten() for part in gradients if part is not None)])
+
+    chunked, plain = run(5), run(None)
+    for part in (slice(1), slice(1, None)):
+        assert float((chunked[part] - plain[part]).norm() / plain[part].norm()) < (2e-2 if autocast else 1e-5)
+    logits_BTV = model(input_ids=batch[0]).logits
+    assert logits_BTV.shape == (3, 8, 40)  # nothing of it is left in the model
+    with torch.no_grad():
+        assert task.evaluate(model, batch)["loss"] == task.loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [("gemma2", {"head_dim": 8, "num_key_value_heads": 1}), ("granite", {"logits_scaling": 2.0})],
+)
+def test_logits_that_are_changed_afterwards_are_not_split(
+    bare_bin: Path, model_type: str, config: dict[str, Any]
+) -> None:
+    task = causal(bare_bin, model_type, **ARCHITECTURES["llama"], **config)
+    task.build_model()
+    task.chunk_loss(2)
+    with pytest.raises(ConfigError, match=f"split the loss of the {model_type} model: found logits that are changed"):
+        task.build_model()
+
+
+def test_a_head_that_is_not_linear_is_not_split(bare_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = causal(bare_bin)
+    task.chunk_loss(2)
+    monkeypatch.setattr(type(task.build_model()), "get_output_embeddings", lambda _: None)
+    with pytest.raises(ConfigError, match="found an output head of class NoneType, need logits as one linear"):
+        task.build_model()
+
+
+def test_a_model_of_transformers_is_built_on_shapes_alone_and_without_data() -> None:
+    task = CausalLM("does/not/exist", config={"n_layer": 2}, context=1024, vocabulary=50257)
+    task.chunk_loss(16)
+    with FakeTensorMode():
+        model = task.build_model()
+        loss, weight = task.loss(model, task.example(64))
+        loss.backward()
+    assert weight == 64 * 1024
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808 - 10 * 7_087_872  # GPT-2's
+    with pytest.raises(DataError, match="does/not/exist"):
+        task.fingerprint()
 
 
 def test_without_transformers_the_error_says_what_to_install(bare_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:

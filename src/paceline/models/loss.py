@@ -65,7 +65,7 @@ def chunked_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
     wanted = torch.is_grad_enabled()  # inside the function it is always off
     apply: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
-    with torch.autocast(device, enabled=False):  # it would cast the weight anew for each chunk
+    with torch.autocast(device, enabled=False):  # it would cast more than what matrices are multiplied in
         return apply(hidden_NC, weight_VC, bias_V, targets_N, chunks, dtype, wanted)
 
 
