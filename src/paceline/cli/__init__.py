@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from paceline.cli import running, tools
+from paceline.cli import planning, running, tools
 from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, PacelineError, did_you_mean
 
 __all__ = ["main"]
@@ -25,6 +25,7 @@ Data-parallel training whose result does not depend on the workers.
   sample RUN               text from a run's newest checkpoint
   verify [CONFIG]          the same bits for other numbers of workers?
   order                    which lane sees which sample
+  plan [CONFIG]            what a run will need, and what fits
   completion bash|zsh      completions for your shell
 
   --version                print the version
@@ -86,6 +87,7 @@ def _dispatch(words: list[str]) -> int:
         "sample": tools.sample,
         "verify": running.verify,
         "order": tools.order,
+        "plan": planning.plan,
         "completion": tools.completion,
     }
     if not words or words[0] in ("-h", "--help", "help"):

@@ -6,14 +6,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from paceline.memory.footprint import Footprint, Moment
-from paceline.memory.plan import BlockCost, Level, Option, choose, least, peak, uniform
+from paceline.memory.plan import BlockCost, Level, Option, choose, least, peak
 
-__all__ = ["MODES", "Cell", "Costs", "between", "cell"]
+__all__ = ["Cell", "Costs", "Mode", "between", "cell"]
 
-MODES = ("none", "all", "every:2", "selective", "auto")
-"""Ways to recompute that a plan compares; ``auto`` is the best mixture for the budget."""
+Mode: TypeAlias = Mapping[str, Level] | Literal["auto"]
+"""A way to recompute: the level of each block, or the best mixture for a budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +86,12 @@ def between(looked_at: Sequence[Costs], micro_batch: int) -> Costs:
     )
 
 
-def cell(costs: Costs, there: Footprint, mode: str | Mapping[str, Level], budget: int) -> Cell | None:
-    """What ``mode`` needs; ``None`` where blocks cannot have it. ``auto`` is what fits ``budget`` at the least cost in
-    time, or if nothing does, what needs the least.
-
-    Args:
-        mode: ``none``, ``all``, ``every:k``, ``selective``, ``auto``, or the level of each block.
-    """
-    levels = _levels(costs, there, mode, budget)
-    if levels is None:
+def cell(costs: Costs, there: Footprint, mode: Mode, budget: int) -> Cell | None:
+    """What ``mode`` needs; ``None`` where a block cannot have its level. ``auto`` is what fits ``budget`` at the least
+    cost in time, or if nothing does, what needs the least."""
+    levels = _auto(costs, there, budget) if mode == "auto" else mode
+    known = {block.name: {option.level for option in block.options} for block in costs.blocks}
+    if any(levels[name] not in those for name, those in known.items()):
         return None
     activations = peak(costs.blocks, levels, fixed=costs.fixed, loss=costs.loss)
     most, moment = there.peak(activations)
@@ -102,21 +100,7 @@ def cell(costs: Costs, there: Footprint, mode: str | Mapping[str, Level], budget
     return Cell(levels=levels, activations=activations, peak=most, moment=moment, slower=slower)
 
 
-def _levels(costs: Costs, there: Footprint, mode: str | Mapping[str, Level], budget: int) -> Mapping[str, Level] | None:
-    blocks = costs.blocks
-    if isinstance(mode, Mapping):
-        return mode
-    if mode == "none":
-        return uniform(blocks, "keep")
-    if not blocks or (mode == "selective" and any("selective" not in _known(block) for block in blocks)):
-        return None
-    if mode == "auto":
-        fixed = there.during_backward + costs.fixed
-        best = choose(blocks, fixed=fixed, loss=costs.loss, budget=budget)
-        return (best or least(blocks, fixed=fixed, loss=costs.loss)).levels
-    level, _, every = mode.partition(":")
-    return uniform(blocks, "selective" if level == "selective" else "full", int(every or 1))
-
-
-def _known(block: BlockCost) -> set[Level]:
-    return {option.level for option in block.options}
+def _auto(costs: Costs, there: Footprint, budget: int) -> Mapping[str, Level]:
+    fixed = there.during_backward + costs.fixed
+    best = choose(costs.blocks, fixed=fixed, loss=costs.loss, budget=budget)
+    return (best or least(costs.blocks, fixed=fixed, loss=costs.loss)).levels

@@ -52,15 +52,21 @@ class State:
 
 
 @contextmanager
-def build(task: Task) -> Iterator[tuple[nn.Module, str | None]]:
+def build(task: Task, *, real: bool = False) -> Iterator[tuple[nn.Module, str | None]]:
     """The task's model on shapes alone, which also holds for all that happens inside; and why it had to be built for
     real first, if so.
+
+    Args:
+        real: do without shapes.
 
     Raises:
         PacelineError: what the task or `shapes_only` raises.
     """
     with ExitStack() as stack:
         why: str | None = None
+        if real:
+            yield task.build_model().train(), why
+            return
         try:
             stack.enter_context(shapes_only())
             model = task.build_model()
@@ -95,9 +101,9 @@ def state_of(model: nn.Module, recipe: Recipe, execution: Execution) -> State:
 
 
 def footprint(
-    state: State, recipe: Recipe, execution: Execution, *, workers: int, process: int, batch: int
+    state: State, recipe: Recipe, execution: Execution, *, lanes: int, workers: int, process: int, batch: int
 ) -> Footprint:
-    """What the worker with the most holds, for the recipe's lanes.
+    """What the worker with the most holds, with ``lanes`` in place of the recipe's.
 
     Args:
         process: bytes before there is a model.
@@ -112,10 +118,10 @@ def footprint(
         parameters=state.parameters,
         buffers=state.buffers,
         gradients=one_set,
-        lane_sums=one_set * (gradient_sets(lanes=recipe.lanes, workers=workers) - 1),
+        lane_sums=one_set * (gradient_sets(lanes=lanes, workers=workers) - 1),
         optimizer=state.optimizer,
         optimizer_work=state.optimizer_work,
-        exchange=_exchange_bytes(state, recipe, workers),
+        exchange=_exchange_bytes(state, recipe, lanes, workers),
         inputs=batch * (1 + 2 * execution.loader_workers),
         copy=state.saved if in_host_memory else 0,
         copy_stays=execution.async_checkpoint and saves_midway,
@@ -156,11 +162,10 @@ def _optimizer_bytes(model: nn.Module, recipe: Recipe) -> tuple[int, int, str | 
     return state, max(0, live.peak - live.current), unknown
 
 
-def _exchange_bytes(state: State, recipe: Recipe, workers: int) -> int:
+def _exchange_bytes(state: State, recipe: Recipe, lanes: int, workers: int) -> int:
     if recipe.gradients == "allreduce":
         return 2 * max(state.buckets.get(4, [0])) if recipe.compress == "bf16" else 0
     inboxes = (
-        size * inbox_elements(sizes, lanes=recipe.lanes, workers=workers, grain=GRAIN)
-        for size, sizes in state.buckets.items()
+        size * inbox_elements(sizes, lanes=lanes, workers=workers, grain=GRAIN) for size, sizes in state.buckets.items()
     )
     return sum(inboxes)

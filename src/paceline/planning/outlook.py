@@ -1,0 +1,85 @@
+"""A plan as figures: what any micro-batch needs under any way to recompute, and the largest that fits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.memory.footprint import Footprint
+from paceline.planning.candidates import Candidate, candidates, shown
+from paceline.planning.grid import Cell, Costs, Mode, between, cell
+
+__all__ = ["Outlook"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Answers for one run.
+
+    Args:
+        now: the recipe's sizes.
+        modes: ways to recompute, by name; ``own_mode``: the run's own.
+        workers: of the run; ``budget``: bytes for each.
+        looked_at: costs of a few micro-batches, ascending.
+        there: the footprint of a worker for other sizes.
+    """
+
+    now: Candidate
+    modes: Mapping[str, Mode]
+    own_mode: str
+    workers: int
+    budget: int
+    looked_at: Sequence[Costs]
+    there: Callable[[Candidate], Footprint]
+
+    @cached_property
+    def choices(self) -> list[Candidate]:
+        """Every micro-batch that was thought of, ascending."""
+        return candidates(self.now, workers=self.workers, most=self.looked_at[-1].micro_batch)
+
+    def costs(self, choice: Candidate) -> Costs:
+        """Of a forward and backward."""
+        return between(self.looked_at, choice.micro_batch)
+
+    def cell(self, choice: Candidate, mode: str) -> Cell | None:
+        """What that micro-batch needs, recomputing in that way; ``None``: the model cannot."""
+        return cell(self.costs(choice), self.there(choice), self.modes[mode], self.budget)
+
+    def fits(self, choice: Candidate, mode: str) -> bool:
+        """Whether it keeps the budget."""
+        found = self.cell(choice, mode)
+        return found is not None and found.peak <= self.budget
+
+    def largest(self, mode: str) -> Candidate | None:
+        """The largest micro-batch that fits, recomputing in that way."""
+        return max(
+            (choice for choice in self.choices if self.fits(choice, mode)),
+            key=lambda choice: choice.micro_batch,
+            default=None,
+        )
+
+    def grid(self) -> list[tuple[Candidate, dict[str, Cell | None]]]:
+        """The rows of the table: around what the recipe says and what fits."""
+        fitting = [found.micro_batch for mode in self.modes if (found := self.largest(mode)) is not None]
+        few = shown(self.choices, self.now, max(fitting, default=0))
+        return [(choice, {mode: self.cell(choice, mode) for mode in self.modes}) for choice in few]
+
+    def least(self) -> tuple[Candidate, Cell]:
+        """What needs the least of all, recomputing where it helps."""
+        # Within nothing, auto is what needs the least.
+        found = [(choice, cell(self.costs(choice), self.there(choice), "auto", 0)) for choice in self.choices]
+        pairs = [(choice, least) for choice, least in found if least is not None]
+        return min(pairs, key=lambda pair: pair[1].peak)
+
+    def worth_a_look(self) -> tuple[bool, bool]:
+        """Whether smaller micro-batches than that of now are, since it does not fit, and whether larger ones are."""
+        return not self.fits(self.now, "none"), any(self.fits(self.now, mode) for mode in self.modes)
+
+    def sharded(self) -> tuple[int, int]:
+        """Bytes a worker that sharding would save: of the optimizer's state, and of parameters and gradients too."""
+        there = self.there(self.now)
+        others = self.workers - 1
+        optimizer = there.optimizer * others // self.workers
+        more = (there.parameters + there.gradients + there.lane_sums) * others // self.workers
+        return optimizer, optimizer + more
