@@ -10,6 +10,7 @@ from paceline.planning.budget import Budget
 from paceline.planning.candidates import Candidate
 from paceline.planning.grid import Cell
 from paceline.planning.looks import Looked, look
+from paceline.planning.measure import measure
 from paceline.planning.outlook import Outlook
 from paceline.planning.sheet import dominant, lines, told_moment
 from paceline.planning.state import footprint, process_bytes
@@ -56,6 +57,8 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
     print()
     for sentence in _sentences(outlook, now, looked):
         print(sentence)
+    if measured:
+        measure(settings, now.levels, now.activations)
     _refuse_the_impossible(outlook, budget)
     return EXIT_DONE if now.peak <= budget.size else EXIT_FAILED
 
@@ -104,7 +107,7 @@ def _notes(settings: Settings, workers: int, looked: Looked) -> dict[str, str]:
         "lane sums": f"further sets of gradients: a worker drives {lanes} of {recipe.lanes} lanes",
         "optimizer state": recipe.optimizer.class_path.rpartition(".")[2],
         "optimizer's step": "while it runs",
-        "exchange": f"what {workers - 1} other worker{'s' if workers > 2 else ''} send",
+        "exchange": f"what {workers - 1} other worker{'s send' if workers > 2 else ' sends'}",
         "checkpoint's copy": "on worker 0, until it is written",
         "batches": f"{settings.execution.loader_workers} loader workers" if settings.execution.loader_workers else "",
     }
@@ -116,6 +119,7 @@ def _sentences(outlook: Outlook, now: Cell, looked: Looked) -> Iterator[str]:
     yield (
         "Another micro_batch, number of lanes or batch is another recipe: other bits. Recompute never changes a bit."
     )
+    yield from _lanes(outlook)
     yield _sharding(outlook)
     yield from looked.remarks
 
@@ -151,9 +155,19 @@ def _told(outlook: Outlook, choice: Candidate | None, mode: str) -> str:
     text = f"{choice.micro_batch}{or_more}" + (f" (with {' and '.join(changes)})" if changes else "")
     cell = outlook.cell(choice, mode)
     assert cell is not None
-    if mode == "none":
-        return text
+    if set(cell.levels.values()) <= {"keep"}:
+        return text if mode == "none" else f"{text}; nothing recomputed"
     return f"{text}; {told_levels(cell.levels)}, {cell.slower:.2f} times the time for a sample"
+
+
+def _lanes(outlook: Outlook) -> Iterator[str]:
+    fewest = outlook.with_fewest_lanes(outlook.now)
+    lane_sums = outlook.there(outlook.now).lane_sums
+    if fewest is not None and lane_sums > outlook.budget // 20:
+        yield (
+            f"With recipe.lanes {fewest.lanes}, one per worker, each needs {show_size(lane_sums)} less; then that is the "
+            "most workers that there can be."
+        )
 
 
 def _sharding(outlook: Outlook) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paceline.memory.footprint import Footprint
@@ -36,7 +36,8 @@ class Outlook:
     @cached_property
     def choices(self) -> list[Candidate]:
         """Every micro-batch that was thought of, ascending."""
-        return candidates(self.now, workers=self.workers, most=self.looked_at[-1].micro_batch)
+        least, most = self.looked_at[0].micro_batch, self.looked_at[-1].micro_batch
+        return [each for each in candidates(self.now, workers=self.workers, most=most) if each.micro_batch >= least]
 
     def costs(self, choice: Candidate) -> Costs:
         """Of a forward and backward."""
@@ -68,13 +69,19 @@ class Outlook:
     def least(self) -> tuple[Candidate, Cell]:
         """What needs the least of all, recomputing where it helps."""
         # Within nothing, auto is what needs the least.
-        found = [(choice, cell(self.costs(choice), self.there(choice), "auto", 0)) for choice in self.choices]
+        choices = [*self.choices, *filter(None, map(self.with_fewest_lanes, self.choices))]
+        found = [(choice, cell(self.costs(choice), self.there(choice), "auto", 0)) for choice in choices]
         pairs = [(choice, least) for choice, least in found if least is not None]
         return min(pairs, key=lambda pair: pair[1].peak)
 
     def worth_a_look(self) -> tuple[bool, bool]:
         """Whether smaller micro-batches than that of now are, since it does not fit, and whether larger ones are."""
         return not self.fits(self.now, "none"), any(self.fits(self.now, mode) for mode in self.modes)
+
+    def with_fewest_lanes(self, choice: Candidate) -> Candidate | None:
+        """The same with one lane per worker, which leaves no partial sums; ``None``: its batch does not divide so."""
+        fits = choice.batch % (self.workers * choice.micro_batch) == 0
+        return replace(choice, lanes=self.workers) if fits else None
 
     def sharded(self) -> tuple[int, int]:
         """Bytes a worker that sharding would save: of the optimizer's state, and of parameters and gradients too."""

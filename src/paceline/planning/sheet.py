@@ -61,7 +61,8 @@ def _activations(costs: Costs, cell: Cell, *, counted: bool) -> Iterator[Line]:
         yield Line(what="kept by blocks", size=held, note=kept, counted=counted)
         needed = block.at(cell.levels[block.name]).backward
         yield Line(what="backward of a block", size=needed, note=block.name, counted=counted)
-    yield Line(what="logits and loss", size=costs.loss, counted=counted and block is None)
+    what = "logits and loss" if costs.blocks else "activations"
+    yield Line(what=what, size=costs.loss, counted=counted and block is None)
 
 
 def worst(blocks: Sequence[BlockCost], levels: Mapping[str, Level], loss: int) -> tuple[BlockCost | None, int]:
@@ -84,6 +85,8 @@ def told_moment(costs: Costs, cell: Cell) -> str:
     if cell.moment == "save":
         return "while a checkpoint is copied"
     block, _ = worst(costs.blocks, cell.levels, costs.loss)
+    if not costs.blocks:
+        return "in forward and backward"
     return "in backward, at the loss" if block is None else f"in backward of {block.name}"
 
 
