@@ -32,6 +32,7 @@ __all__ = [
     "digest",
     "flatten_state",
     "forget_inherited_randomness",
+    "forked_randomness",
     "resolve_device",
     "resolve_kernels",
     "seed_by",
@@ -252,6 +253,13 @@ def forget_inherited_randomness() -> None:
     """In a forked process: numpy's generator as in a fresh one, not a copy of the parent's. `random` does so by itself,
     and torch starts from one constant anyway."""
     np.random.seed()
+
+
+@contextmanager
+def forked_randomness() -> Iterator[None]:
+    """What draws inside it leaves torch's, numpy's and Python's generators as they were."""
+    with torch.random.fork_rng(), HostRandomness():
+        yield
 
 
 def resolve_kernels() -> None:

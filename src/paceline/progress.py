@@ -88,6 +88,9 @@ class Progress:
         factor = f"sqrt({ratio})" if event["rule"] == "sqrt" else f"{ratio} ({event['rule']})"
         self._say(f"lr {event['lr']:.2e} = {event['base_lr']:.2e} x {factor}")
 
+    def _show_recompute(self, event: Mapping[str, Any]) -> None:
+        self._say(f"recompute: {event['told']}")
+
     def _show_step(self, event: Mapping[str, Any]) -> None:
         self._steps = event.get("steps", self._steps)
         left = self._time_left(event)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from paceline.config import Execution, Recipe, Resume
-from paceline.determinism import compile_blocks
+from paceline.determinism import compile_blocks, forked_randomness
 from paceline.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -25,6 +25,8 @@ from paceline.errors import (
 from paceline.events import Sink, warn
 from paceline.optim import build_optimizer, learning_rate, peak_lr
 from paceline.parsing import Settings, dump
+from paceline.planning.fitting import Fitted, fit_run
+from paceline.planning.state import process_bytes
 from paceline.progress import Progress, TensorBoard
 from paceline.run import Run
 from paceline.run_dir import replace_text
@@ -56,7 +58,10 @@ def train(
         PacelineError: whatever `Run` and the task raise; the checkpoints so far stay good.
     """
     about = {**(about or {}), "data": task.fingerprint()}
+    task.chunk_loss(recipe.loss_chunks)
     with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run:
+        with forked_randomness():
+            process = process_bytes(run.recipe) if _plans_memory(execution) else 0  # before there is a model
         model = _built(task).to(run.device)
         run.track(model=model)
         peak = peak_lr(recipe.optimizer, recipe.batch)
@@ -64,6 +69,8 @@ def train(
         if recipe.compile:
             compile_blocks(model)
         run.track(optimizer=optimizer)
+        if _plans_memory(execution):
+            _fit(run, task, model, process)
         data = task.train_data()
         steps = run.length(data)
         reporter = _Reporter(run, task, model, steps)
@@ -94,6 +101,25 @@ def train_settings(settings: Settings, *, resume: Resume) -> int:
     arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
     about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
     return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
+
+
+def _plans_memory(execution: Execution) -> bool:
+    return execution.recompute == "auto" or execution.memory is not None
+
+
+def _fit(run: Run, task: Task, model: nn.Module, process: int) -> None:
+    """What worker 0 measures is done everywhere: equal workers are equally fast. Collective."""
+    workers = run.world_size
+
+    def fitted() -> Fitted:
+        return fit_run(task, model, run.recipe, run.execution, device=run.device, workers=workers, process=process)
+
+    chosen = run.team.agree(fitted, "what to recompute")[0]
+    if run.execution.recompute == "auto":
+        run.execution = dataclasses.replace(run.execution, recompute=dict(chosen.levels))
+    if chosen.note is not None and run.is_main:
+        warn(f"memory was counted on real tensors, since the loss cannot run on shapes alone ({chosen.note})")
+    run.events.emit("recompute", **chosen.event())
 
 
 def _built(task: Task) -> nn.Module:

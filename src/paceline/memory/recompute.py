@@ -34,7 +34,7 @@ from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.memory.blocks import find_blocks, named_modules
 from paceline.memory.plan import Level
 
-__all__ = ["Mode", "Recomputed", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
+__all__ = ["Mode", "Recomputed", "buffers_copied", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
 
 _EXPENSIVE = {
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"),
@@ -155,25 +155,31 @@ class Recomputed:
     """The call of a module that recomputes. See [Note: where the call is wrapped].
 
     Attributes:
-        forward_s, again_s: seconds of the last call, and of its last repetition in backward; on a GPU only what the
-            host took, unless the caller waits for it.
+        timed: measure the two following.
+        forward_s, again_s: seconds of calls so far, and of their repetitions in backward.
     """
 
     def __init__(self, path: str, module: nn.Module, level: Level) -> None:
         self._path, self._module, self.level = path, module, level
         self.inner: Callable[..., Any] | None = module._compiled_call_impl
         self._calls = 0
+        self.timed = False
         self.forward_s = self.again_s = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self._module._call_impl
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        begun = time.perf_counter()
+        begun = self._now()
         try:
             return self._checkpointed(inner, args, kwargs)
         finally:
-            self.forward_s = time.perf_counter() - begun
+            self.forward_s += self._now() - begun
+
+    def _now(self) -> float:
+        if self.timed and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter() if self.timed else 0.0
 
     def _checkpointed(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls += 1
@@ -222,21 +228,22 @@ class _Again:
         self._randomness = HostRandomness()
 
     def __enter__(self) -> None:
-        self._begun = time.perf_counter()
+        self._begun = self._call._now()
         with ExitStack() as stack:
             stack.enter_context(self._randomness)
-            stack.enter_context(_buffers_copied(self._module))
+            stack.enter_context(buffers_copied(self._module))
             if self._inside is not None:
                 stack.enter_context(self._inside)
             self._open = stack.pop_all()
 
     def __exit__(self, *raised: Any) -> None:
         self._open.__exit__(*raised)
-        self._call.again_s = time.perf_counter() - self._begun
+        self._call.again_s += self._call._now() - self._begun
 
 
 @contextmanager
-def _buffers_copied(module: nn.Module) -> Iterator[None]:
+def buffers_copied(module: nn.Module) -> Iterator[None]:
+    """Inside it the module works on copies of its buffers, which are dropped."""
     buffers = [(part, name, at) for part in module.modules() for name, at in part._buffers.items() if at is not None]
     try:
         for part, name, buffer in buffers:

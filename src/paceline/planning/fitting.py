@@ -1,0 +1,127 @@
+"""Makes a run fit its memory before its first step: `execution.recompute: auto`, and the refusal of what cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from paceline.config import Execution, Recipe
+from paceline.determinism import autocast, forked_randomness
+from paceline.errors import ConfigError
+from paceline.memory.fit import measured, peak_with
+from paceline.memory.plan import Level
+from paceline.memory.recompute import levels_of
+from paceline.memory.simulate import shapes_only
+from paceline.planning.budget import budget_of
+from paceline.planning.state import footprint, state_of, storage_bytes
+from paceline.sizes import show_size
+from paceline.tasks import Task
+
+__all__ = ["Fitted", "fit_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What was chosen for a run.
+
+    Args:
+        levels: of each block.
+        told: in one line.
+        budget: bytes that a worker may use; ``peak``: the most that it will; ``activations``: of these, the most that a
+            forward and backward allocates.
+        slower: seconds of a forward and backward, relative to those without recompute; ``None``: not measured.
+        note: what else to know of these figures.
+    """
+
+    levels: Mapping[str, Level]
+    told: str
+    budget: int
+    peak: int
+    activations: int
+    slower: float | None
+    note: str | None
+
+    def event(self) -> dict[str, object]:
+        """For the run log; blocks that keep all are left out."""
+        levels = {path: level for path, level in self.levels.items() if level != "keep"}
+        figures = {"budget": self.budget, "planned": self.peak, "activations": self.activations, "slower": self.slower}
+        return {"told": self.told, "levels": levels, **figures}
+
+
+def fit_run(
+    task: Task,
+    model: nn.Module,
+    recipe: Recipe,
+    execution: Execution,
+    *,
+    device: torch.device,
+    workers: int,
+    process: int,
+) -> Fitted:
+    """Chooses what to recompute if `execution.recompute` is ``auto``, and checks that a worker has the memory. Not
+    collective, and nothing is left changed.
+
+    Args:
+        model: on ``device``, its blocks compiled if they are to be.
+        workers: on this machine.
+        process: bytes of a worker before it has a model.
+
+    Raises:
+        ConfigError: the run needs more than `execution.memory`, or than the machine has.
+    """
+    budget = budget_of(None, recipe, execution, workers)
+    with forked_randomness():
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), task.example(recipe.micro_batch))
+        with shapes_only(model):
+            state = state_of(model, recipe, execution)
+
+        def step() -> Tensor:
+            with autocast(recipe.precision, device):
+                return task.loss(model, batch)[0]
+
+        there = footprint(
+            state,
+            recipe,
+            execution,
+            lanes=recipe.lanes,
+            workers=workers,
+            process=process,
+            batch=storage_bytes(batch),
+        )
+        room = max(0, budget.size - there.during_backward)
+        slower, note = None, None
+        if execution.recompute == "auto":
+            fitted, note = measured(model, step, room)
+            levels, activations, slower = fitted.levels, fitted.peak, fitted.slower
+            told, needed = str(fitted), fitted.least
+        else:
+            levels = levels_of(model, execution.recompute)
+            activations = peak_with(model, step, levels)
+            told = needed = f"activations {show_size(activations)}"
+    peak, moment = there.peak(activations)
+    if peak > budget.size:
+        auto = execution.recompute == "auto" or not levels
+        raise ConfigError(
+            "cannot fit the run",
+            found=f"{show_size(budget.size)} for each worker ({budget.source})",
+            needed=f"{show_size(peak)}: {show_size(there.at(moment, activations) - activations)} besides activations, "
+            f"and for these {needed}"
+            if moment == "backward"
+            else f"{show_size(peak)} for the {moment}, whatever is recomputed",
+            fix=("" if auto else "Set execution.recompute: auto, or see ")
+            + ("See " if auto else "")
+            + "`paceline plan` for the micro-batches that fit",
+        )
+    return Fitted(
+        levels=levels,
+        told=f"{told}; {show_size(peak)} of {show_size(budget.size)} a worker",
+        budget=budget.size,
+        peak=peak,
+        activations=activations,
+        slower=slower,
+        note=note,
+    )
