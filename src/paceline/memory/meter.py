@@ -43,8 +43,9 @@ def saved_bytes(fn: Callable[[], object], model: nn.Module | None = None) -> Sav
 
     Give it the forward pass (``lambda: model(x)``); what it returns is dropped, and with it what was saved. Inside
     ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` only the inputs of the checkpointed part are saved,
-    and so counted. What is kept past autograd is not seen: keyword arguments of a checkpointed part, attributes of a
-    ``ctx``, and what a selective checkpoint keeps. See `torch.autograd.graph.saved_tensors_hooks`, which this uses.
+    and so counted: for the module that called it, or, by `paceline.memory.recompute`, for the block. What is kept past
+    autograd is not seen: keyword arguments of a checkpointed part, attributes of a ``ctx``, and what a selective
+    checkpoint keeps. This is `torch.autograd.graph.saved_tensors_hooks`.
 
     Args:
         fn: forward, or a whole step.
