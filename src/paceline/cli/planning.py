@@ -35,6 +35,7 @@ def plan(words: list[str]) -> int:
     settings = parse(rest)
     workers = resolve_workers(settings.recipe, settings.execution)
 
+    import paceline.train  # noqa: F401 - as a worker does: this process's memory is taken for a worker's
     from paceline.determinism import resolve_device
     from paceline.planning.budget import budget_of
     from paceline.planning.command import plan as command

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.config import Execution, Recipe
+from paceline.data.loader import move
 from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
 from paceline.memory.fit import measured, peak_with
@@ -75,7 +75,7 @@ def fit_run(
     """
     budget = budget_of(None, recipe, execution, workers)
     with forked_randomness():
-        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), task.example(recipe.micro_batch))
+        batch = move(task.example(recipe.micro_batch), device)
         with shapes_only(model):
             state = state_of(model, recipe, execution)
 

@@ -129,12 +129,10 @@ def footprint(
 
 
 def process_bytes(recipe: Recipe) -> int:
-    """What a worker needs before it has a model: measured on this very process after the imports and a first tiny step
-    of a worker; on CUDA an estimate."""
+    """What a worker needs before it has a model: measured on this very process, which has imported what a worker does,
+    after a first tiny step; on CUDA an estimate."""
     if recipe.device == "cuda":
         return CUDA_CONTEXT
-    import paceline.train  # noqa: F401  # as a worker does
-
     configure_process(threads=recipe.threads, device=torch.device("cpu"))
     layer = nn.Linear(64, 64)
     layer(torch.zeros(8, 64)).sum().backward()
