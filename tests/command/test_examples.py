@@ -98,9 +98,9 @@ confusion {confusion}, at once {confusion}
 """
 
 RECOMPUTE = """\
-none          143.1 MiB packed for backward, {} ms
-all            12.0 MiB packed for backward, {} ms
-every other    78.1 MiB packed for backward, {} ms
+none          143.1 MiB packed for backward,  120.1 MiB held, {} ms
+all            12.0 MiB packed for backward,   12.0 MiB held, {} ms
+every other    78.1 MiB packed for backward,   66.0 MiB held, {} ms
 """
 
 BATCH_AND_RATE = """\
