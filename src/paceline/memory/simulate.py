@@ -12,10 +12,10 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 
-__all__ = ["Call", "LiveBytes", "Trace", "Work", "gradients_in_place", "shapes_only", "simulate"]
+__all__ = ["LiveBytes", "Segment", "Trace", "Work", "gradients_in_place", "shapes_only", "simulate"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -53,34 +53,39 @@ class LiveBytes(TorchDispatchMode):
         self.current = self.peak = 0
         self._alive: dict[int, tuple[int, object, weakref.ref[object]]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap each call once more, and import its compiler for that, which takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for each operator."""
-        self._before()
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # two thirds of all calls ask a fake tensor for its device
+            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
+        self._before()
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        changed = [self._note(tensor, args, kwargs) for tensor in outputs]
+        changed = [self._note(tensor, func, args, kwargs) for tensor in outputs]
         self._after(func, args, kwargs, result, outputs, touched=any(changed) or func._schema.is_mutable)
         return result
 
     def _before(self) -> None:
         """Before each operator; for those that want to know."""
 
-    def _after(
-        self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Iterable[Tensor], *, touched: bool
-    ) -> None:
+    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, touched: bool) -> None:
         """After each operator; ``touched``: it wrote memory."""
 
-    def _phase(self) -> object:
-        """What a storage that is born now is marked with."""
+    def _mark(self, func: Any) -> object:
+        """What a storage that ``func`` brings to life now is remembered with."""
         return None
 
-    def _gone(self, size: int, phase: object) -> None:
+    def _gone(self, size: int, mark: object) -> None:
         self.current -= size
 
-    def _note(self, tensor: Tensor, args: Any, kwargs: Any) -> bool:
+    def _note(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
         """Counts an output's storage if it is new; whether it is."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -93,7 +98,11 @@ class LiveBytes(TorchDispatchMode):
         if any(key == given.untyped_storage()._cdata for given in _tensors((args, kwargs))):
             return False
         # A storage's Python object lives as long as the storage, whoever holds that.
-        self._alive[key] = (size, self._phase(), weakref.ref(storage, lambda _: self._gone(*self._alive.pop(key)[:2])))
+        self._alive[key] = (
+            size,
+            self._mark(func),
+            weakref.ref(storage, lambda _: self._gone(*self._alive.pop(key)[:2])),
+        )
         self._grow(size)
         return True
 
@@ -207,28 +216,39 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of a block in a step. Bytes; see [Note: phases of a step] at the top of the file.
+class Segment:
+    """A stretch of a step: from where a block's forward begins to where the next one's does, or its own ends for the
+    last; and its backward. Bytes; see [Note: phases of a step] at the top of the file.
 
     Args:
-        name: the block's. One that is called twice has two calls, each with its own backward.
-        before: alive when its forward began, on top of what was there before the step.
-        after: alive when its forward had ended.
-        base: of ``before``, what stays until backward: without what is let go before, as autocast's copies of weights.
-        held: what it adds to the next call's ``base``: kept from its forward until its backward.
-        peak: most bytes alive during its forward and its backward, on top of ``base``.
-        forward: the work of its forward.
-        backward: the work of its backward, with what is recomputed.
+        name: the block's. One that is called twice has two segments.
+        before: alive when it began, on top of what was there before the step.
+        after: alive when the block's forward had ended.
+        rise: most bytes alive until it ended, on top of ``before``.
+        kept: what came to life in it and was alive when it ended.
+        released: of that, what died before backward came to it: by the place of the segment in whose forward it did;
+            the loss comes after the last.
+        released_cheap: the same, without what matrix products, convolutions and attention returned.
+        backward: most bytes alive in its backward, on top of what there was to keep from all segments before it.
+        work: of the block's forward.
+        backward_work: of its backward, with what is recomputed.
     """
 
     name: str
-    before: int
-    after: int
-    base: int
-    held: int
-    peak: int
-    forward: Work
-    backward: Work
+    before: int = 0
+    after: int = 0
+    rise: int = 0
+    kept: int = 0
+    released: Mapping[int, int] = field(default_factory=dict)
+    released_cheap: Mapping[int, int] = field(default_factory=dict)
+    backward: int = 0
+    work: Work = Work()
+    backward_work: Work = Work()
+
+    @property
+    def stays(self) -> int:
+        """What of ``kept`` is there until its backward."""
+        return self.kept - sum(self.released.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,17 +256,16 @@ class Trace:
     """What a forward and backward held and did. Bytes on top of what was there before.
 
     Args:
-        calls: of the blocks, in the order of their forwards.
-        fixed: kept from before the first block until its backward.
-        loss: most bytes alive from the end of the last block's forward until its backward, on top of ``fixed`` and all
-            blocks' ``held``. All there is, if no block ran.
+        segments: the prologue, whose name is empty and whose backward is the first block's, and then one for each call
+            of a block, in the order of their forwards.
+        loss: most bytes alive from the end of the last block's forward until its backward, on top of what was alive
+            then. All there is, if no block ran.
         peak: the most alive at any time.
         left: still alive at the end: the loss, and gradients that were not there before.
         work: of all.
     """
 
-    calls: tuple[Call, ...]
-    fixed: int
+    segments: tuple[Segment, ...]
     loss: int
     peak: int
     left: int
@@ -270,8 +289,8 @@ def simulate(step: Callable[[], Tensor], blocks: Mapping[str, nn.Module]) -> Tra
     >>> with shapes_only(model), gradients_in_place(model):
     ...     x_BF = torch.zeros(8, 64)
     ...     trace = simulate(lambda: model(x_BF).sum(), dict(model.named_children()))
-    >>> [call.held for call in trace.calls]  # what Tanh returned
-    [2048, 2048, 2048]
+    >>> [(segment.name, segment.stays) for segment in trace.segments]  # of each what Tanh returned
+    [('', 0), ('0', 2048), ('1', 2048), ('2', 2048)]
     """
     recorder = _Recorder()
     with recorder.watching(blocks), recorder:
@@ -282,6 +301,7 @@ def simulate(step: Callable[[], Tensor], blocks: Mapping[str, nn.Module]) -> Tra
 
 
 _Phase = tuple[Literal["forward", "between", "backward"], int]
+"""And the place of the segment: ``("between", 0)`` is the prologue, ``("between", <the last>)`` the loss."""
 
 
 class _Recorder(LiveBytes):
@@ -289,20 +309,20 @@ class _Recorder(LiveBytes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.end: int | None = None
-        """Autograd nodes when the forward had ended."""
-        self.phase: _Phase = ("between", -1)
+        self.phase: _Phase = ("between", 0)
         self.peaks: defaultdict[_Phase, int] = defaultdict(int)
-        self.freed: defaultdict[tuple[object, _Phase], int] = defaultdict(int)
+        self.freed: defaultdict[tuple[_Phase, _Phase], int] = defaultdict(int)
         """Bytes by the phases in which they came and went."""
+        self.freed_cheap: defaultdict[tuple[_Phase, _Phase], int] = defaultdict(int)
         self.work: defaultdict[_Phase, Work] = defaultdict(Work)
-        self.names: list[str] = []
+        self.names = [""]
+        self.before, self.after = [0], [0]
         self.starts: list[int] = []
-        """Autograd nodes when each call began."""
+        """Autograd's nodes when each block's forward began."""
         self.stop = 0
-        """And when the last one ended."""
-        self.before: list[int] = []
-        self.after: list[int] = []
+        """And when the last one's ended."""
+        self.end: int | None = None
+        """And when the whole forward had ended."""
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -318,16 +338,16 @@ class _Recorder(LiveBytes):
                     needed="blocks that do not lie inside one another",
                     fix="Name the outer or the inner ones",
                 )
-            self.names.append(name)
             self.starts.append(_autograd_nodes())
+            self.names.append(name)
             self.before.append(self.current)
-            self._enter(("forward", len(self.names) - 1))
+            self._enter(("forward", len(self.starts)))
 
         def finish() -> None:
             if not _in_backward():
                 self.stop = _autograd_nodes()
                 self.after.append(self.current)
-                self._enter(("between", len(self.names) - 1))
+                self._enter(("between", len(self.starts)))
 
         with ExitStack() as stack:
             for name, block in blocks.items():
@@ -336,6 +356,56 @@ class _Recorder(LiveBytes):
                 stack.callback(first.remove)
                 stack.callback(last.remove)
             yield
+
+    def trace(self) -> Trace:
+        """What was recorded, in the end."""
+        last = len(self.names) - 1
+        ends = [*self.before[1:], self.after[last]]
+        released, cheap = self._released(self.freed), self._released(self.freed_cheap)
+        segments: list[Segment] = []
+        base = 0
+        for place, name in enumerate(self.names):
+            forward: tuple[_Phase, ...] = (("forward", place), ("between", place))
+            if place == last:
+                forward = forward[:1]
+            backward = self.peaks["backward", place] - base if place else 0
+            segment = Segment(
+                name=name,
+                before=self.before[place],
+                after=self.after[place],
+                rise=max(self.peaks[phase] for phase in forward) - self.before[place],
+                kept=ends[place] - self.before[place] + sum(earlier.get(place, 0) for earlier in released[:place]),
+                released=released[place],
+                released_cheap=cheap[place],
+                backward=max(0, backward),
+                work=self.work["forward", place],
+                backward_work=self.work["backward", place],
+            )
+            base += segment.stays
+            segments.append(segment)
+        return Trace(
+            segments=tuple(segments),
+            loss=self.peaks["between", last] - self.after[last],
+            peak=self.peak,
+            left=self.current,
+            work=sum(self.work.values(), Work()),
+        )
+
+    def _released(self, freed: Mapping[tuple[_Phase, _Phase], int]) -> list[dict[int, int]]:
+        """For each segment, `Segment.released`."""
+        released: list[dict[int, int]] = [{} for _ in self.names]
+        for (born, died), size in freed.items():
+            came, went = self._place(born), self._place(died)
+            if came is not None and went is not None and came < went:
+                released[came][went] = released[came].get(went, 0) + size
+        return released
+
+    def _place(self, phase: _Phase) -> int | None:
+        """Of the segment in whose forward a phase lies, one past the last for the loss; ``None`` for a backward."""
+        kind, place = phase
+        if kind == "backward":
+            return None
+        return len(self.names) if kind == "between" and place == len(self.names) - 1 else place
 
     def _enter(self, phase: _Phase) -> None:
         self.phase = phase
@@ -348,16 +418,13 @@ class _Recorder(LiveBytes):
         made = self.end if node is None else node._sequence_nr()
         if made >= self.end:
             return  # the node that adds up a parameter's gradient, or one made in backward: part of what goes on
-        last = len(self.names) - 1
-        phase: _Phase = ("between", last)
-        if last >= 0 and made < self.stop:
-            phase = ("backward", max(0, bisect_right(self.starts, made) - 1))
+        phase: _Phase = ("between", len(self.starts))
+        if made < self.stop:
+            phase = ("backward", max(1, bisect_right(self.starts, made)))
         if phase != self.phase:
             self._enter(phase)
 
-    def _after(
-        self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Iterable[Tensor], *, touched: bool
-    ) -> None:
+    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, touched: bool) -> None:
         formula = _flop_formulas().get(func._overloadpacket)
         if formula is not None:
             self.work[self.phase] += Work(flops=formula(*args, **kwargs, out_val=result))
@@ -365,51 +432,19 @@ class _Recorder(LiveBytes):
             tensors = [*_tensors((args, kwargs)), *outputs]
             self.work[self.phase] += Work(moved=sum(each.numel() * each.element_size() for each in tensors))
 
-    def _phase(self) -> object:
-        return self.phase
+    def _mark(self, func: Any) -> object:
+        return self.phase, func._overloadpacket not in _flop_formulas()
 
-    def _gone(self, size: int, phase: object) -> None:
-        super()._gone(size, phase)
-        self.freed[phase, self.phase] += size
+    def _gone(self, size: int, mark: object) -> None:
+        super()._gone(size, mark)
+        born, cheap = cast(tuple[_Phase, bool], mark)
+        self.freed[born, self.phase] += size
+        if cheap:
+            self.freed_cheap[born, self.phase] += size
 
     def _grow(self, size: int) -> None:
         super()._grow(size)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.current)
-
-    def trace(self) -> Trace:
-        """What was recorded, in the end."""
-        loss: _Phase = ("between", len(self.names) - 1)
-        calls = []
-        base = fixed = self.before[0] - self.freed[("between", -1), loss] if self.names else 0
-        for call, name in enumerate(self.names):
-            phases: tuple[_Phase, ...] = (("forward", call), ("between", call), ("backward", call))
-            own = phases if call < len(self.names) - 1 else (phases[0], phases[2])
-            let_go = sum(self.freed[phase, loss] for phase in own[: len(own) - 1])
-            following = self.before[call + 1] if call < len(self.names) - 1 else self.after[call]
-            held = following - self.before[call] - let_go
-            if call == 0:
-                own = (("between", -1), *own)
-            calls.append(
-                Call(
-                    name=name,
-                    before=self.before[call],
-                    after=self.after[call],
-                    base=base,
-                    held=held,
-                    peak=max(self.peaks[phase] for phase in own) - base,
-                    forward=self.work["forward", call],
-                    backward=self.work["backward", call],
-                )
-            )
-            base += held
-        return Trace(
-            calls=tuple(calls),
-            fixed=fixed,
-            loss=self.peaks[loss] - base,
-            peak=self.peak,
-            left=self.current,
-            work=sum(self.work.values(), Work()),
-        )
 
 
 def _in_backward() -> bool:
