@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "member": "errors callsite team",
     "agreement": "errors config determinism team",
     "saving": "errors config events run_dir team checkpoint",
-    "mistakes": "errors",
+    "mistakes": "errors sizes",
     "step": "errors determinism mistakes team reduction data",
     "tracked": "errors determinism memory team checkpoint",
     "loop": "errors config determinism agreement data reduction step team tracked",

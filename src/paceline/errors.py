@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "PacelineError",
     "RunStopped",
     "StepAbandoned",
@@ -95,6 +96,10 @@ class UsageError(PacelineError):
 
 class NonFiniteError(PacelineError):
     """A loss or gradient that is NaN or infinite, agreed on by all workers."""
+
+
+class OutOfMemoryError(PacelineError):
+    """A step that needed more memory than there was."""
 
 
 class TeamError(PacelineError):

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, SupportsFloat
 
+import psutil
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
-from paceline.errors import UsageError
+from paceline.errors import OutOfMemoryError, PacelineError, UsageError
+from paceline.sizes import show_size
 
 __all__ = ["check_loss", "checked_weight", "known_mistake"]
 
 
-def known_mistake(error: BaseException, step: str) -> UsageError | None:
+def known_mistake(error: BaseException, step: str) -> PacelineError | None:
     """What torch's error in a train step means, where its text does not say it."""
-    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
+        return _out_of_memory(text, step)
+    if isinstance(error, CheckpointError):
+        return UsageError(
+            f"cannot recompute a block in {step}",
+            found="a second forward that saved other tensors than the first",
+            needed="a forward that depends on its inputs, weights and random numbers alone",
+            fix="Look in the blocks' forward for counters, caches, and inputs or buffers that are changed and read; or "
+            "leave that block out in execution.recompute",
+        )
+    if isinstance(error, ValueError) and "more than 1 value per channel" in text:
         return UsageError(
             f"cannot normalise a micro-batch of {step}",
             found="BatchNorm over a single value per channel",
             needed="more samples in each micro-batch, the last of an epoch too",
             fix="Use a larger recipe.micro_batch, recipe.tail: drop, or GroupNorm, which needs no batch",
         )
-    if isinstance(error, RuntimeError) and "more than one element of the written-to tensor" in str(error):
+    if isinstance(error, RuntimeError) and "more than one element of the written-to tensor" in text:
         return UsageError(
             "cannot count this gradient",
             found=f"loss.backward() inside {step}",
@@ -28,6 +44,22 @@ def known_mistake(error: BaseException, step: str) -> UsageError | None:
             fix="Add up losses first; for gradients of inputs, as in a penalty, use torch.autograd.grad",
         )
     return None
+
+
+def _out_of_memory(text: str, step: str) -> OutOfMemoryError:
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB|\d+ bytes)", text)
+    more = "more than that" if asked is None else asked[1]
+    if more.endswith(" bytes"):
+        more = show_size(int(more.removesuffix(" bytes")))
+    on_gpu = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", text)
+    there = f"{on_gpu[2]} of the GPU's {on_gpu[1]} left" if on_gpu else "no memory left"
+    held = torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss
+    return OutOfMemoryError(
+        f"cannot run {step}: out of memory",
+        found=f"{there}, with {show_size(held)} in use by this worker",
+        needed=f"{more} at once",
+        fix="Set execution.recompute: auto, or a smaller recipe.micro_batch; `paceline plan` shows what fits",
+    )
 
 
 def check_loss(loss: object) -> None:

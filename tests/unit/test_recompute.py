@@ -165,6 +165,17 @@ class ChangesItsInput(Layer):
         return y_BCT
 
 
+class SavesMore(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        self.calls += 1
+        y_BCT = super().forward(x_BCT)
+        return y_BCT if self.calls == 1 else y_BCT.sin().exp()
+
+
 class Strays(Layer):
     """As it should be, until its fourth forward."""
 
@@ -177,7 +188,7 @@ class Strays(Layer):
         return super().forward(x_BCT) * (1 + late * next(self.numbers))
 
 
-@pytest.mark.parametrize("layer", [Counter, Codebook, ChangesItsInput, Strays])
+@pytest.mark.parametrize("layer", [Counter, Codebook, ChangesItsInput, SavesMore, Strays])
 @pytest.mark.parametrize("level", ["full", "selective"])
 def test_a_block_that_gives_something_else_the_second_time_is_refused(layer: Any, level: str) -> None:
     net = Net(layer)

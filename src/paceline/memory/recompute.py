@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
+    CheckpointError,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -236,9 +237,11 @@ class _Again:
                 stack.enter_context(self._inside)
             self._open = stack.pop_all()
 
-    def __exit__(self, *raised: Any) -> None:
-        self._open.__exit__(*raised)
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
+        self._open.__exit__(kind, error, traceback)
         self._call.again_s += self._call._now() - self._begun
+        if kind is CheckpointError:  # it saves more than the first time
+            raise self._call._refusal() from error
 
 
 @contextmanager
