@@ -206,10 +206,10 @@ def test_a_thousand_blocks_take_a_moment_and_are_exact(kind: str) -> None:
 def test_a_search_cut_to_two_tails_still_finds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_FIRST_WIDTH", 2)
     monkeypatch.setattr(search, "MOST_TAILS", 0)
-    for kind in ("different", "narrowing", "proportional"):
-        case = thousand(kind, blocks=20)
-        for part in (0.0, 0.01, 0.5):
-            budget = between(case, part)
+    for kind, blocks in itertools.product(("different", "narrowing", "proportional"), (5, 20, 60)):
+        case = thousand(kind, blocks)
+        low = least(case.blocks, fixed=case.fixed, loss=case.loss).peak
+        for budget in (low, low + 1000, between(case, 0.5)):
             choice = choose(case.blocks, fixed=case.fixed, loss=case.loss, budget=budget)
             assert choice is not None
             assert choice.peak <= budget
