@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 
@@ -17,7 +18,10 @@ SLACK = 8 * MIB
 
 
 def touch(mib: int, device: str) -> torch.Tensor:
-    """So much memory, with something in every page of it. Below 32 MiB, malloc may keep what is freed."""
+    """So much memory, with something in every page of it. New to the process: malloc might give what others freed."""
+    if device == "cpu":
+        pages = mmap.mmap(-1, mib * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
     return torch.ones(mib * MIB, dtype=torch.uint8, device=device)
 
 
@@ -81,7 +85,7 @@ def test_an_error_ends_it_and_it_begins_anew(device: str) -> None:
 
 
 REFUSED = """
-import ctypes, os, resource
+import ctypes, mmap, os, resource
 from paceline.memory.peak import Peak, resident_bytes
 
 def show():
@@ -90,7 +94,7 @@ def show():
     print(peak.bytes - before, peak.source)
 
 before = resident_bytes()
-bytearray(b"x") * (64 * 2**20)
+mmap.mmap(-1, 64 * 2**20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)[:] = b"x" * (64 * 2**20)
 # A user who may not write to the process's own /proc/self/clear_refs: not even root when it is no longer that.
 ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
 if os.getuid() == 0:

@@ -23,9 +23,9 @@ class Peak:
 
     On a GPU these are the bytes of tensors, as torch's allocator counts them: without the driver's own, and without
     what the allocator reserves. On a CPU it is the whole resident process, with interpreter and libraries, and with
-    what was freed but is kept for reuse: take `resident_bytes` of before from it for what came on top. Where the kernel
-    does not let the peak begin anew, it is that of the process since its start, and so never too low. Peaks may lie
-    inside one another.
+    what was freed but is kept for reuse. Less `resident_bytes` of before, it is what came on top: too little if the
+    block could reuse much, so measure in a fresh process. Where the kernel does not let the peak begin anew, it is that
+    of the process since its start. Peaks may lie inside one another.
 
     Args:
         device: ``run.device``, say.
