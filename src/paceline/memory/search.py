@@ -215,14 +215,16 @@ def _front(need: NDArray[np.int64], ns: NDArray[np.int64]) -> NDArray[np.int64]:
     faster = np.ones(len(ns), dtype=bool)
     faster[1:] = ns[1:] < np.minimum.accumulate(ns)[:-1]
     by_need = by_need[faster]
-    front: NDArray[np.int64] = by_need[
-        np.append(np.diff(need[by_need]) > 0, True)
-    ]  # of equal need the last, the fastest
+    fastest_of_its_need = np.append(np.diff(need[by_need]) > 0, True)
+    front: NDArray[np.int64] = by_need[fastest_of_its_need]
     return front
 
 
 def _promising(ends_ns: NDArray[np.float64], width: int) -> NDArray[np.bool_]:
-    """Which ``width`` of a front stay: most by their bounds, some from all over it, since bounds can be near equal."""
+    """Which ``width`` of a front stay: most by their bounds, and some spread over it, since bounds can be near equal.
+
+    The first is among them: it needs least, so that every sweep can end in a choice that fits.
+    """
     lowest = width * 3 // 4
     stays = np.zeros(len(ends_ns), dtype=bool)
     stays[np.argpartition(ends_ns, lowest)[:lowest]] = True
