@@ -23,6 +23,7 @@ from paceline.errors import (
     did_you_mean,
 )
 from paceline.events import Sink, warn
+from paceline.memory.peak import Peak
 from paceline.optim import build_optimizer, learning_rate, peak_lr
 from paceline.parsing import Settings, dump
 from paceline.planning.fitting import Fitted, fit_run
@@ -59,7 +60,7 @@ def train(
     """
     about = {**(about or {}), "data": task.fingerprint()}
     task.chunk_loss(recipe.loss_chunks)
-    with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run:
+    with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, Peak(run.device) as most:
         with forked_randomness():
             process = process_bytes(run.recipe) if _plans_memory(execution) else 0  # before there is a model
         model = _built(task).to(run.device)
@@ -89,6 +90,8 @@ def train(
             for done in run.steps(data, train_step, collate=task.collate):
                 reporter.log(done)
                 reporter.evaluate(done)
+        peaks = run.team.gather(most.bytes, "the most memory")
+        run.events.emit("memory", peaks=peaks, source=most.source)
         return reporter.finish()
 
 

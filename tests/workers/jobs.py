@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,12 @@ class Recorder(Sink):
         pass
 
 
-def train_task(task: Task, recipe: Recipe, execution: Execution, resume: Resume = "never") -> dict[str, Any]:
+def train_task(
+    task: Task, recipe: Recipe, execution: Execution, resume: Resume = "never", sinks: Sequence[Sink] = ()
+) -> dict[str, Any]:
     """``train``; on worker 0 the digest, and every loss that was logged, to the last bit."""
     recorder = Recorder()
-    sinks: list[Sink] = [recorder]
+    sinks = [recorder, *sinks]
     if execution.tensorboard and os.environ.get("RANK", "0") == "0":
         sinks.append(TensorBoard(Path(execution.run_dir or "") / "tensorboard"))
     code = train(task, recipe, execution, resume=resume, sinks=sinks)

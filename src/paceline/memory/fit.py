@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ from paceline.memory.recompute import Recomputed, buffers_copied, is_compiled, s
 from paceline.memory.simulate import shapes_only
 from paceline.sizes import parse_size, show_size
 
-__all__ = ["Fit", "fit", "measured", "peak_with", "undisturbed"]
+T = TypeVar("T")
+
+__all__ = ["Fit", "fit", "measured", "on_shapes_or_for_real", "peak_with", "undisturbed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +154,19 @@ def measured(model: nn.Module, step: Callable[[], Tensor], budget: int) -> tuple
 
 
 def peak_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str, Level]) -> int:
-    """Most bytes that a forward and backward allocates with these levels; counted on real tensors if it must be."""
+    """Most bytes that a forward and backward allocates with these levels."""
+    return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))
+
+
+def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> T:
+    """What ``count`` gives on shapes alone, or on real tensors if it must be; blocks run eagerly, and nothing is left
+    changed."""
     with _as_written(model), undisturbed(model):
         try:
             with shapes_only(model):
-                return simulated_peak(step, model, {}, set_levels, levels)
-        except Exception:  # as in `measured`
-            return simulated_peak(step, model, {}, set_levels, levels)
+                return count()
+        except Exception:  # a user's forward may look at numbers, in any way; if it is something else, it comes again
+            return count()
 
 
 def _without_selective(costs: Profile) -> Profile:

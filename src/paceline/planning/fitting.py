@@ -12,7 +12,8 @@ from paceline.config import Execution, Recipe
 from paceline.data.loader import move
 from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
-from paceline.memory.fit import measured, peak_with
+from paceline.memory.fit import measured, on_shapes_or_for_real, peak_with
+from paceline.memory.meter import saved_bytes
 from paceline.memory.plan import Level
 from paceline.memory.recompute import levels_of
 from paceline.memory.simulate import shapes_only
@@ -34,6 +35,8 @@ class Fitted:
         budget: bytes that a worker may use; ``peak``: the most that it will; ``activations``: of these, the most that a
             forward and backward allocates.
         slower: seconds of a forward and backward, relative to those without recompute; ``None``: not measured.
+        packed, held: what autograd keeps of a forward in which nothing recomputes, as `paceline.memory.saved_bytes`
+            counts; ``blocks``: of it, (packed, held) of each block.
         note: what else to know of these figures.
     """
 
@@ -43,13 +46,18 @@ class Fitted:
     peak: int
     activations: int
     slower: float | None
+    packed: int
+    held: int
+    blocks: Mapping[str, tuple[int, int]]
     note: str | None
 
     def event(self) -> dict[str, object]:
         """For the run log; blocks that keep all are left out."""
         levels = {path: level for path, level in self.levels.items() if level != "keep"}
         figures = {"budget": self.budget, "planned": self.peak, "activations": self.activations, "slower": self.slower}
-        return {"told": self.told, "levels": levels, **figures}
+        blocks = {path: {"packed": packed, "held": held} for path, (packed, held) in self.blocks.items()}
+        saved = {"packed": self.packed, "held": self.held, "blocks": blocks}
+        return {"told": self.told, "levels": levels, **figures, **saved}
 
 
 def fit_run(
@@ -116,6 +124,7 @@ def fit_run(
             + ("See " if auto else "")
             + "`paceline plan` for the micro-batches that fit",
         )
+    saved = on_shapes_or_for_real(model, lambda: saved_bytes(step, model))
     return Fitted(
         levels=levels,
         told=f"{told}; {show_size(peak)} of {show_size(budget.size)} a worker",
@@ -123,5 +132,8 @@ def fit_run(
         peak=peak,
         activations=activations,
         slower=slower,
+        packed=saved.packed,
+        held=saved.held,
+        blocks={path: (saved.modules[path].packed, saved.modules[path].held) for path in levels},
         note=note,
     )
