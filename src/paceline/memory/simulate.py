@@ -1,4 +1,4 @@
-"""Runs a step and follows every byte: on shapes alone, without allocating, or for real.
+"""Runs a step and records what it holds, in all and block by block.
 
 [Note: phases of a step] A step is cut where a block's forward begins, and the same cuts hold for its backward: autograd
 numbers its nodes as forward makes them, so the node at work says which phase the backward is in, whatever the model
@@ -9,7 +9,6 @@ block is the prologue, whose backward belongs to the first block; after the last
 from __future__ import annotations
 
 import functools
-import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,184 +18,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
+from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only, tensors_in
 
 __all__ = ["LiveBytes", "Segment", "Trace", "Work", "gradients_in_place", "shapes_only", "simulate"]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of all tensors that come to life while it is on, until they die. Fake tensors count as real.
-
-    What counts are storages: views, in-place operators and outputs that are inputs add nothing, and neither do tensors
-    from before, or what a kernel allocates inside. A storage that an operator resizes counts with its new size. Not
-    collective.
-
-    Attributes:
-        current: bytes alive now that came to life while it was on.
-        peak: the most that ``current`` has been.
-
-    >>> x = torch.ones(256)
-    >>> with LiveBytes() as live:
-    ...     y = (x + 1).view(16, 16).mul_(2)
-    >>> live.current, live.peak
-    (1024, 1024)
-    >>> del y
-    >>> live.current, live.peak
-    (0, 1024)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.current = self.peak = 0
-        self._alive: dict[int, tuple[int, object, weakref.ref[object]]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap each call once more, and import its compiler for that, which takes a second."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Called by torch for each operator."""
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # two thirds of all calls ask a fake tensor for its device
-            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
-        self._before()
-        result = func(*args, **kwargs)
-        outputs = _tensors(result)
-        changed = [self._note(tensor, func, args, kwargs) for tensor in outputs]
-        self._after(func, args, kwargs, result, outputs, touched=any(changed) or func._schema.is_mutable)
-        return result
-
-    def _before(self) -> None:
-        """Before each operator; for those that want to know."""
-
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, touched: bool) -> None:
-        """After each operator; ``touched``: it wrote memory."""
-
-    def _mark(self, func: Any) -> object:
-        """What a storage that ``func`` brings to life now is remembered with."""
-        return None
-
-    def _gone(self, size: int, mark: object) -> None:
-        self.current -= size
-
-    def _note(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-        """Counts an output's storage if it is new; whether it is."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        known = self._alive.get(key)
-        if known is not None:
-            if known[0] != size:  # resized
-                self._alive[key] = (size, *known[1:])
-                self._grow(size - known[0])
-            return False
-        if any(key == given.untyped_storage()._cdata for given in _tensors((args, kwargs))):
-            return False
-        # A storage's Python object lives as long as the storage, whoever holds that.
-        self._alive[key] = (
-            size,
-            self._mark(func),
-            weakref.ref(storage, lambda _: self._gone(*self._alive.pop(key)[:2])),
-        )
-        self._grow(size)
-        return True
-
-    def _grow(self, size: int) -> None:
-        self.current += size
-        self.peak = max(self.peak, self.current)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree] if tree.layout is torch.strided else []
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-
-
-@contextmanager
-def shapes_only(*models: nn.Module) -> Iterator[None]:
-    """Inside it tensors have shapes, dtypes and devices, and no memory: what is made inside, and these models.
-
-    The models' parameters and buffers are replaced by fake ones, tied ones by one, and put back at the end; so nothing
-    that happens inside changes them. A GPU's tensors can be made on a machine without one. The first time takes a
-    second, for imports. Not collective.
-
-    Raises:
-        UsageError: something inside needs numbers, not shapes: ``loss.item()``, a mask that selects, an operator that
-            does not say what it returns.
-
-    >>> with shapes_only():
-    ...     matrix = torch.empty(2**20, 2**20)
-    >>> tuple((matrix @ matrix).shape)
-    (1048576, 1048576)
-    """
-    from torch._subclasses import fake_tensor  # it takes a second
-
-    needs_numbers = (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        fake_tensor.UnsupportedOperatorException,
-    )
-    # Tensors that a model holds outside of its buffers are taken for fake ones of the same shape.
-    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with mode, ExitStack() as stack:
-            for model in models:
-                stack.enter_context(_faked(model))
-            yield
-    except needs_numbers as error:
-        raise UsageError(
-            "cannot run on shapes alone",
-            found=f"{getattr(error, 'func', error)}, which needs the numbers in a tensor",
-            needed="operators whose result's shape follows from the shapes",
-            fix="Leave it out of the loss (.item(), .tolist(), a mask that selects), or measure on real tensors",
-        ) from error
-
-
-@contextmanager
-def _faked(model: nn.Module) -> Iterator[None]:
-    fakes: dict[int, Tensor] = {}  # a tied tensor has one
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            of = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            fakes[id(tensor)] = of
-        return fakes[id(tensor)]
-
-    held = [
-        (module, own, dict(own)) for module in model.modules() for own in (module._parameters, module._buffers)
-    ]  # first of all modules, since a tensor's id is one only while it lives
-    try:
-        for module, _, entries in held:
-            for name, tensor in entries.items():
-                if tensor is not None:
-                    setattr(module, name, fake(tensor))  # not into the dict: RNNs keep a list of theirs beside it
-        yield
-    finally:
-        for module, own, entries in held:
-            for name in own.keys() - entries.keys():
-                del own[name]  # made inside
-            for name, tensor in entries.items():
-                setattr(module, name, tensor)
-
-
-@contextmanager
-def gradients_in_place(model: nn.Module) -> Iterator[None]:
-    """Gives each parameter that has no gradient zeros, so that backward adds to them in place, as in a run; inside
-    `shapes_only` they cost nothing. Taken away again at the end."""
-    given = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
-    try:
-        for parameter in given:
-            parameter.grad = torch.zeros_like(parameter)
-        yield
-    finally:
-        for parameter in given:
-            parameter.grad = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,7 +255,7 @@ class _Recorder(LiveBytes):
         if formula is not None:
             self.work[self.phase] += Work(flops=formula(*args, **kwargs, out_val=result))
         elif touched:
-            tensors = [*_tensors((args, kwargs)), *outputs]
+            tensors = [*tensors_in((args, kwargs)), *outputs]
             self.work[self.phase] += Work(moved=sum(each.numel() * each.element_size() for each in tensors))
 
     def _mark(self, func: Any) -> object:
