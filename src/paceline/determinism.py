@@ -133,8 +133,12 @@ def resolve_device(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> t
 
 @contextmanager
 def autocast(precision: Literal["fp32", "bf16"], device: torch.device) -> Iterator[None]:
-    """Autocast to bf16 over fp32 weights, or nothing."""
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+    """Autocast to bf16 over fp32 weights, or nothing.
+
+    Without its cache of weights in bf16: gradients of a weight that is used twice are added up in float32 then, whether
+    or not one of the uses is recomputed, which casts anew; and no copy of all weights outlives its use.
+    """
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
         yield
 
 

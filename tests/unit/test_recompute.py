@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.determinism import digest
+from paceline.determinism import autocast, digest
 from paceline.errors import ConfigError, UsageError
 from paceline.memory import find_blocks, recompute, saved_bytes
 from paceline.memory.recompute import get_levels, set_levels
@@ -78,6 +78,24 @@ def test_no_mode_moves_a_bit(mode: Any, bf16: bool) -> None:
     recompute(net, mode)
     assert list(net.state_dict()) == keys
     assert trained(net, bf16=bf16) == expected
+
+
+def test_a_weight_used_in_two_blocks_in_bf16() -> None:
+    """Autocast's cache of weights would add the gradients of both uses up in bf16, unless one is recomputed."""
+    seed()
+    net = nn.Sequential(*[mlp() for _ in range(3)])
+    net[2][0].weight = net[0][0].weight
+    x_BF = torch.randn(16, 4)
+
+    def gradients(mode: str) -> str:
+        recompute(net, mode)
+        net.zero_grad()
+        with autocast("bf16", torch.device("cpu")):
+            loss = net(x_BF).float().square().sum()
+        loss.backward()
+        return digest({name: parameter.grad for name, parameter in net.named_parameters()})
+
+    assert gradients("none") == gradients("all") == gradients("every:2") == gradients("selective")
 
 
 def test_a_second_backward_through_the_same_graph() -> None:
