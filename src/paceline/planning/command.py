@@ -165,8 +165,8 @@ def _lanes(outlook: Outlook) -> Iterator[str]:
     lane_sums = outlook.there(outlook.now).lane_sums
     if fewest is not None and lane_sums > outlook.budget // 20:
         yield (
-            f"With recipe.lanes {fewest.lanes}, one per worker, each needs {show_size(lane_sums)} less; then that is the "
-            "most workers that there can be."
+            f"With recipe.lanes {fewest.lanes}, one per worker, each needs {show_size(lane_sums)} less; but that is "
+            "the most workers that there can be."
         )
 
 
