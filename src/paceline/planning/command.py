@@ -120,7 +120,7 @@ def _sentences(outlook: Outlook, now: Cell, looked: Looked) -> Iterator[str]:
         "Another micro_batch, number of lanes or batch is another recipe: other bits. Recompute never changes a bit."
     )
     yield from _lanes(outlook)
-    yield _sharding(outlook)
+    yield _sharding(outlook, now)
     yield from looked.remarks
 
 
@@ -170,13 +170,12 @@ def _lanes(outlook: Outlook) -> Iterator[str]:
         )
 
 
-def _sharding(outlook: Outlook) -> str:
+def _sharding(outlook: Outlook, now: Cell) -> str:
     if outlook.workers == 1:
         return "One worker holds all there is; sharding over several is not supported yet."
-    optimizer, everything = outlook.sharded()
-    saved = f"the optimizer's state {show_size(optimizer)} a worker, that of parameters and gradients too "
-    text = f"Sharding over {outlook.workers} workers would save: {saved}{show_size(everything)}"
-    return f"{text}. Not supported yet."
+    optimizer, everything = (show_size(now.peak - less) for less in outlook.sharded(outlook.now, now.activations))
+    saved = f"the optimizer's state {optimizer} a worker, that of parameters and gradients too {everything}"
+    return f"Sharding over {outlook.workers} workers would save: {saved}. Not supported yet."
 
 
 def _refuse_the_impossible(outlook: Outlook, budget: Budget) -> None:
@@ -185,11 +184,11 @@ def _refuse_the_impossible(outlook: Outlook, budget: Budget) -> None:
         return
     sheet = lines(outlook.there(choice), outlook.costs(choice), cell, {})
     most = dominant(sheet)
-    optimizer, everything = outlook.sharded()
+    optimizer, everything = outlook.sharded(choice, cell.activations)
     fix = _FIXES.get(most.what, "Use a smaller model or shorter samples")
-    if cell.peak - everything <= outlook.budget:
-        needs = "the optimizer's state" if cell.peak - optimizer <= outlook.budget else "parameters and optimizer"
-        fix = f"It needs sharding of {needs} over the workers: not supported yet. {fix}"
+    if outlook.workers > 1 and everything <= outlook.budget:
+        what = "the optimizer's state" if optimizer <= outlook.budget else "parameters, gradients and optimizer"
+        fix = f"It needs sharding of {what} over the workers: not supported yet. {fix}"
     raise PacelineError(
         "cannot fit this run",
         found=f"{show_size(budget.size)} a worker ({budget.source})",

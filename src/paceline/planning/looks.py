@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paceline.config import Execution, Recipe
 from paceline.determinism import autocast
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, DataError, UsageError
 from paceline.memory.blocks import find_blocks, named_modules
 from paceline.memory.plan import BlockCost, Level
 from paceline.memory.profile import CPU, GPU, profile
@@ -71,14 +72,22 @@ def look(settings: Settings, *, own_mode: str, most: int, further: Further) -> L
     batches = {size: task.example(size) for size in sizes}
     try:
         return _looked(task, settings, batches, own_mode, further, real=False)
-    except PacelineError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:  # a user's own loss may do anything, such as look at its value
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        if not _has_room(task):
+            raise
+        why = error.found if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
     few = {size: batch for size, batch in batches.items() if size <= now}
     looked = _looked(task, settings, few, own_mode, further, real=True)
     remark = f"Measured on real tensors, up to this micro_batch: the loss cannot run on shapes alone ({why})."
     return replace(looked, remarks=(*looked.remarks, remark))
+
+
+def _has_room(task: Task) -> bool:
+    """Whether the model, its gradients and AdamW's state would fit this machine right now."""
+    with build(task) as (model, _):
+        return 4 * storage_bytes(model.parameters()) < psutil.virtual_memory().available
 
 
 def blocks_of(model: nn.Module, execution: Execution) -> dict[str, nn.Module]:

@@ -83,10 +83,21 @@ class Outlook:
         fits = choice.batch % (self.workers * choice.micro_batch) == 0
         return replace(choice, lanes=self.workers) if fits else None
 
-    def sharded(self) -> tuple[int, int]:
-        """Bytes a worker that sharding would save: of the optimizer's state, and of parameters and gradients too."""
-        there = self.there(self.now)
-        others = self.workers - 1
-        optimizer = there.optimizer * others // self.workers
-        more = (there.parameters + there.gradients + there.lane_sums) * others // self.workers
-        return optimizer, optimizer + more
+    def sharded(self, choice: Candidate, activations: int) -> tuple[int, int]:
+        """The peak if workers shared out the optimizer's state, and if parameters and gradients too. About: parameters
+        in use have to be gathered."""
+
+        def share(size: int) -> int:
+            return -(-size // self.workers)
+
+        there = self.there(choice)
+        copied = min(there.copy, there.optimizer)
+        fewer = replace(there, optimizer=share(there.optimizer), copy=there.copy - copied + share(copied))
+        fewest = replace(
+            fewer,
+            parameters=share(there.parameters),
+            gradients=share(there.gradients),
+            lane_sums=share(there.lane_sums),
+            copy=share(there.copy),
+        )
+        return fewer.peak(activations)[0], fewest.peak(activations)[0]
