@@ -26,8 +26,8 @@ def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int 
     console = Console(highlight=False)
     all_rows = [list(row) for row in rows]
     flush_left = {*range(left), len(head) - 1}
+    widths = [max(len(row[at]) for row in [list(head), *all_rows]) for at in range(len(head))]
     if not console.is_terminal:
-        widths = [max(len(row[at]) for row in [list(head), *all_rows]) for at in range(len(head))]
         for row in [list(head), *all_rows]:
             cells = [
                 f"{cell:<{w}}" if at in flush_left else f"{cell:>{w}}"
@@ -35,6 +35,7 @@ def show_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int 
             ]
             print("  ".join(cells).rstrip())
         return
+    console.width = max(console.width, sum(widths) + 2 * len(widths))  # a figure that is cut is none
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for at, name in enumerate(head):
         table.add_column(name, justify="left" if at in flush_left else "right", no_wrap=at < len(head) - 1)
