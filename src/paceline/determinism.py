@@ -260,9 +260,9 @@ def forget_inherited_randomness() -> None:
 
 
 @contextmanager
-def forked_randomness() -> Iterator[None]:
-    """What draws inside it leaves torch's, numpy's and Python's generators as they were."""
-    with torch.random.fork_rng(), HostRandomness():
+def forked_randomness(device: torch.device) -> Iterator[None]:
+    """What draws inside it leaves torch's, numpy's and Python's generators as they were; of GPUs only ``device``'s."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), HostRandomness():
         yield
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.checkpoint import Store, compare_keys, pack
 from paceline.determinism import aligned, compile_with_static_shapes, content_digest, flatten_state, tensor_digest
 from paceline.errors import CheckpointError, UsageError
+from paceline.memory.blocks import find_blocks
 from paceline.memory.recompute import Mode, is_compiled, recompute
 from paceline.team import Team
 
@@ -99,8 +100,8 @@ class Tracked:
         return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
 
     def recompute(self, mode: Mode) -> None:
-        """Lets blocks of the modules recompute, see `paceline.memory.recompute`. With several modules the paths of
-        blocks begin with the name under which each is tracked.
+        """Lets blocks of the modules recompute, see `paceline.memory.recompute`. Of several modules a
+        mode takes the blocks of each, and paths begin with the name under which it is tracked.
 
         Raises:
             UsageError: a module that is compiled as a whole, which has no blocks left.
@@ -112,9 +113,14 @@ class Tracked:
                 needed="blocks that are compiled one by one, each recomputed around its compiled call",
                 fix="Write `for block in model.blocks: block.compile(dynamic=False)` in place of torch.compile(model)",
             )
+        modules = list(self.modules.values())
+        if isinstance(mode, str):
+            for module in list(filter(find_blocks, modules)) or modules[:1]:
+                recompute(module, mode)
+            return
         root = nn.Module()
         root._modules.update(self.modules)
-        recompute(root if len(self.modules) > 1 else next(iter(self.modules.values())), mode)
+        recompute(root if len(modules) > 1 else modules[0], mode)
 
     def begin_steps(self, micro_batch: int) -> None:
         """Forgets gradients of steps before: those of parameters that were frozen since would be applied for ever.

@@ -61,7 +61,7 @@ def train(
     about = {**(about or {}), "data": task.fingerprint()}
     task.chunk_loss(recipe.loss_chunks)
     with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, Peak(run.device) as most:
-        with forked_randomness():
+        with forked_randomness(run.device):
             process = process_bytes(run.recipe) if _plans_memory(execution) else 0  # before there is a model
         model = _built(task).to(run.device)
         run.track(model=model)
@@ -70,6 +70,7 @@ def train(
         if recipe.compile:
             compile_blocks(model)
         run.track(optimizer=optimizer)
+        model.train()
         if _plans_memory(execution):
             _fit(run, task, model, process)
         data = task.train_data()
@@ -85,7 +86,6 @@ def train(
             step.update(optimizer, lr=lr, max_norm=recipe.max_norm)
 
         reporter.log_scaling()
-        model.train()
         with suppress(RunStopped):  # told in the result
             for done in run.steps(data, train_step, collate=task.collate):
                 reporter.log(done)
@@ -112,10 +112,10 @@ def _plans_memory(execution: Execution) -> bool:
 
 def _fit(run: Run, task: Task, model: nn.Module, process: int) -> None:
     """What worker 0 measures is done everywhere: equal workers are equally fast. Collective."""
-    workers = run.world_size
 
-    def fitted() -> Fitted:
-        return fit_run(task, model, run.recipe, run.execution, device=run.device, workers=workers, process=process)
+    def fitted() -> Fitted:  # again, should a worker be lost meanwhile
+        workers, device = run.world_size, run.device
+        return fit_run(task, model, run.recipe, run.execution, device=device, workers=workers, process=process)
 
     chosen = run.team.agree(fitted, "what to recompute")[0]
     if run.execution.recompute == "auto":

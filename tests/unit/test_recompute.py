@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.determinism import autocast, digest
 from paceline.errors import ConfigError, UsageError
-from paceline.memory import find_blocks, recompute, saved_bytes
+from paceline.memory import find_blocks, fit, recompute, saved_bytes
 from paceline.memory.recompute import get_levels, set_levels
 from paceline.models import GPT, GPTConfig
 
@@ -84,7 +85,7 @@ def test_a_weight_used_in_two_blocks_in_bf16() -> None:
     """Autocast's cache of weights would add the gradients of both uses up in bf16, unless one is recomputed."""
     seed()
     net = nn.Sequential(*[mlp() for _ in range(3)])
-    net[2][0].weight = net[0][0].weight
+    net.get_submodule("2.0").register_parameter("weight", net.get_submodule("0.0").get_parameter("weight"))
     x_BF = torch.randn(16, 4)
 
     def gradients(mode: str) -> str:
@@ -93,7 +94,7 @@ def test_a_weight_used_in_two_blocks_in_bf16() -> None:
         with autocast("bf16", torch.device("cpu")):
             loss = net(x_BF).float().square().sum()
         loss.backward()
-        return digest({name: parameter.grad for name, parameter in net.named_parameters()})
+        return digest({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
 
     assert gradients("none") == gradients("all") == gradients("every:2") == gradients("selective")
 
@@ -163,6 +164,26 @@ class Counter(Layer):
         return super().forward(x_BCT) * self.calls
 
 
+class InPlace(nn.Module):
+    """Changes in place what it computed: well, unless that is kept selectively."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        y_BCT: Tensor = self.linear(x_BCT)
+        return y_BCT.relu_()
+
+
+class PreActivation(InPlace):
+    """Changes its input in place: well, unless that is needed again."""
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        y_BCT: Tensor = self.linear(x_BCT.relu_())
+        return y_BCT
+
+
 class Codebook(Layer):
     """Reads a buffer that it changes."""
 
@@ -214,6 +235,82 @@ def test_a_block_that_gives_something_else_the_second_time_is_refused(layer: Any
     with pytest.raises(UsageError, match=r"cannot recompute block layers\.2") as caught:
         trained(net)
     assert f"{layer.__name__}.forward" in str(caught.value)
+
+
+def test_what_a_block_changes_in_place() -> None:
+    seed()
+    net = Net(InPlace)
+    expected = trained(copy.deepcopy(net))
+    recompute(net, "all")
+    assert trained(net) == expected
+    recompute(net, "selective")
+    with pytest.raises(UsageError, match=r"cannot recompute block layers\.3: found a change in place of what"):
+        trained(net)
+    profiled = fit(net, lambda: net(torch.randn(4, 8, 16)).square().mean(), "1MiB").profile
+    assert [[option.level for option in block.options] for block in profiled.blocks] == [["keep", "full"]] * 4
+    net = Net(PreActivation)
+    trained(net)
+    recompute(net, "all")
+    with pytest.raises(UsageError, match=r"cannot recompute block layers\.0: found an input that its forward changes"):
+        trained(net)
+
+
+class Lazy(nn.Module):
+    """Makes a mask at its first forward, and counts its calls, in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([mlp() for _ in range(4)])
+        self.mask: Tensor | None = None
+        self.calls, self.seen = 0, [0]
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        if self.mask is None:
+            self.mask = torch.ones(4)
+        for layer in self.layers:
+            x_BF = layer(x_BF)
+        return x_BF * self.mask * self.calls
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_fitting_leaves_a_model_as_it_was(numbers: bool) -> None:
+    net, taken = Lazy(), list[Any]()
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(taken.append)
+    state = torch.get_rng_state()
+
+    def step() -> Tensor:
+        loss: Tensor = net(torch.randn(64, 4)).square().mean()
+        if numbers:  # it cannot run on shapes alone
+            loss.item()
+        return loss
+
+    roomy = fit(net, step, "1GiB")
+    tight = fit(net, step, roomy.unfitted - 1)
+    assert "full" in {*tight.levels.values()}
+    assert (net.mask, net.calls, net.seen) == (None, 0, [0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert numbers or not taken
+    assert all(parameter.grad is None for parameter in net.parameters())
+    with pytest.raises(ConfigError, match=r"cannot fit a micro-batch: found a budget of 4\.00 KiB, need at least"):
+        fit(net, step, "4KiB")
+    step().backward()
+
+
+def test_a_shared_layer_and_a_model_compiled_as_a_whole() -> None:
+    net = Net()
+    net.first_again = net.layers[0]
+    shared = nn.Sequential(net.layers[0], net)
+    assert list(find_blocks(shared)) == ["0", "1.layers.1", "1.layers.2", "1.layers.3"]
+    recompute(shared, "all")
+    assert len(get_levels(shared)) == 4
+    with pytest.raises(ConfigError, match=r"no module 'layers\.7'"):
+        set_levels(net, {"layers.7": "full"})
+    net.compile(backend="eager")
+    with pytest.raises(ConfigError, match="inside of Net, which is compiled as a whole"):
+        recompute(net, "all")
 
 
 # Dynamo asks a tensor that is no leaf for its gradient, and silences its own warning only where warnings print.
@@ -285,4 +382,6 @@ def test_a_model_without_blocks_is_refused_unless_they_are_named() -> None:
 def test_a_copy_and_a_pickle_do_without() -> None:
     net = Net()
     set_levels(net, {"layers.0": "full"})
-    assert get_levels(copy.deepcopy(net)) == {}
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert get_levels(other) == {}
+    assert get_levels(net) == {"layers.0": "full"}

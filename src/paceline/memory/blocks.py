@@ -27,14 +27,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     ['1', '2']
     """
     found: dict[str, nn.Module] = {}
+    first = {module: path for path, module in reversed([*model.named_modules(remove_duplicate=False)])}
 
     def look(prefix: str, module: nn.Module) -> None:
         children = {f"{prefix}{name}": child for name, child in module.named_children()}
         kinds = {path: _kind(child) for path, child in children.items()}
         repeated = Counter(kind for kind in kinds.values() if kind is not None)
         for path, child in children.items():
-            if repeated[kinds[path]] > 1 and child not in found.values():
-                found[path] = child
+            if repeated[kinds[path]] > 1:
+                found[first[child]] = child  # where it is registered twice, as a shared layer is
             else:
                 look(f"{path}.", child)
 
@@ -64,7 +65,7 @@ def named_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     modules = {path: module for path, module in model.named_modules() if path}
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matches = [path for path in modules if fnmatchcase(path, pattern)]
+        matches = [pattern] if pattern in modules else [path for path in modules if fnmatchcase(path, pattern)]
         if not matches:
             raise ConfigError(
                 "cannot recompute a block",

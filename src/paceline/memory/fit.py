@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -60,11 +60,11 @@ class Fit:
     def __str__(self) -> str:
         """One line: what is recomputed, what that frees, and what it costs.
 
-            >>> from paceline.memory.simulate import Work
+        >>> from paceline.memory.simulate import Work
         >>> empty = Profile(blocks=(), fixed=0, loss=0, work=Work(), seconds=1)
-            >>> levels = {"blocks.0": "full", "blocks.1": "full", "blocks.2": "keep"}
-            >>> print(Fit(levels=levels, peak=3 << 20, unfitted=8 << 20, slower=1.071, profile=empty))
-            2 of 3 blocks; activations 3.00 MiB instead of 8.00 MiB; 7.1 % more time
+        >>> levels = {"blocks.0": "full", "blocks.1": "full", "blocks.2": "keep"}
+        >>> print(Fit(levels=levels, peak=3 << 20, unfitted=8 << 20, slower=1.071, profile=empty))
+        2 of 3 blocks; activations 3.00 MiB instead of 8.00 MiB; 7.1 % more time
         """
         counts = Counter(self.levels.values())
         if counts["keep"] == len(self.levels):
@@ -80,9 +80,10 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
     """Lets blocks of ``model`` recompute, so that a micro-batch needs at most ``budget``, at the least cost in time.
 
     For a loop of one's own, after ``compile`` and before ``run.steps``; `paceline train` has ``execution.recompute:
-    auto``. Bytes are counted on shapes alone, so that no step larger than the budget is ever run; seconds are measured
-    in a few real forwards and backwards, in which all blocks recompute. No gradient, buffer or random state is left
-    changed, and never a bit of a result. Not collective, so another worker may choose otherwise: that moves no bit.
+    auto``. Bytes are counted on shapes alone, so that no step larger than the budget is ever run, unless the forward
+    looks at numbers, as ``.item()`` does: then on real tensors. Seconds are measured in a few real forwards and
+    backwards, in which all blocks recompute. What the model holds is left as it was, and random states; no bit of a
+    result ever changes. Not collective, so another worker may choose otherwise: that moves no bit.
 
     Args:
         step: the forward of one micro-batch; enters autocast itself and returns the loss.
@@ -125,25 +126,15 @@ def measured(model: nn.Module, step: Callable[[], Tensor], budget: int) -> tuple
             fix="Name what shall be recomputed, as in execution.recompute: [encoder, decoder]",
         )
     why = None
-    rates = CPU if next(model.parameters()).device.type == "cpu" else GPU
-    with ExitStack() as stack:
-        stack.enter_context(_as_written(model))
-        stack.enter_context(undisturbed(model))
-        try:
-            with shapes_only(model):
-                costs = profile(step, model, blocks, set_levels, rates=rates)
-        except Exception as error:  # a user's forward may look at numbers, in any way
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-            costs = profile(step, model, blocks, set_levels, rates=rates)
+    rates = CPU if _device_of(model).type == "cpu" else GPU
+    costs, why = on_shapes_or_for_real(model, lambda: profile(step, model, blocks, set_levels, rates=rates))
     if any(map(is_compiled, blocks.values())):
         costs = _without_selective(costs)
     unfitted = costs.peak({})
-    if unfitted > budget:  # else nothing is recomputed, whatever it would cost
+    smallest = least(costs.blocks, fixed=costs.fixed, loss=costs.loss)
+    if smallest.peak <= budget < unfitted:  # else there is nothing to weigh
         costs = _timed(model, step, blocks, costs, budget)
-    choice = choose(costs.blocks, fixed=costs.fixed, loss=costs.loss, budget=budget) or least(
-        costs.blocks, fixed=costs.fixed, loss=costs.loss
-    )
-
+    choice = choose(costs.blocks, fixed=costs.fixed, loss=costs.loss, budget=budget) or smallest
     return Fit(
         levels=choice.levels,
         peak=peak_with(model, step, choice.levels),
@@ -155,18 +146,20 @@ def measured(model: nn.Module, step: Callable[[], Tensor], budget: int) -> tuple
 
 def peak_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str, Level]) -> int:
     """Most bytes that a forward and backward allocates with these levels."""
-    return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))
+    return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))[0]
 
 
-def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> T:
-    """What ``count`` gives on shapes alone, or on real tensors if it must be; blocks run eagerly, and nothing is left
-    changed."""
-    with _as_written(model), undisturbed(model):
+def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> tuple[T, str | None]:
+    """What ``count`` gives on shapes alone, or on real tensors if it must be, and why then; blocks run eagerly, and
+    nothing is left changed."""
+    with _as_written(model):
         try:
-            with shapes_only(model):
-                return count()
-        except Exception:  # a user's forward may look at numbers, in any way; if it is something else, it comes again
-            return count()
+            with undisturbed(model), shapes_only(model):
+                return count(), None
+        except Exception as error:  # a forward may look at numbers, in any way; if it is something else, it comes again
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        with undisturbed(model):
+            return count(), why
 
 
 def _without_selective(costs: Profile) -> Profile:
@@ -183,8 +176,10 @@ def _without_selective(costs: Profile) -> Profile:
 def _timed(
     model: nn.Module, step: Callable[[], Tensor], blocks: Mapping[str, nn.Module], costs: Profile, budget: int
 ) -> Profile:
-    """With times of this device, from the second of two real steps at each level; a level whose step would not fit has
-    its estimate, scaled as the other one's."""
+    """With times of this device, from the second of two real steps at each level. No step is run that would not fit:
+    ``selective`` then has its estimate, scaled as ``full``'s, or both have."""
+    if costs.peak(dict.fromkeys(blocks, "full")) > budget:
+        return costs
     full_s, again, forwards = _one_step(model, step, blocks, "full")
     estimated_s = {block.name: block.at("full").seconds for block in costs.blocks}
     scale = sum(again.values()) / (sum(estimated_s.values()) or 1.0)
@@ -221,6 +216,7 @@ def _one_step(
 ) -> tuple[float, dict[str, float], dict[str, float]]:
     """Seconds of a whole forward and backward with all blocks at ``level``; of each second forward; of each first."""
     calls: dict[str, Recomputed] = {}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with undisturbed(model):
         set_levels(model, dict.fromkeys(blocks, level))
         try:
@@ -233,7 +229,7 @@ def _one_step(
                 for call in calls.values():
                     call.forward_s = call.again_s = 0.0
                 begun = time.perf_counter()
-                step().backward()
+                torch.autograd.grad(step(), trained, allow_unused=True)  # no hook that takes up gradients is called
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()
                 elapsed_s = time.perf_counter() - begun
@@ -248,16 +244,27 @@ def _one_step(
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside it steps may be tried: gradients, buffers and random states are afterwards what they were."""
+    """Inside it steps may be tried: gradients, buffers, random states, and what the modules' attributes hold, lists and
+    dicts of them too, are afterwards what they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with forked_randomness(), buffers_copied(model):
+    attributes = [own for module in model.modules() for own in (module.__dict__, *module.__dict__.values())]
+    kept = [(own, own.copy()) for own in attributes if isinstance(own, dict | list | set)]
+    with forked_randomness(_device_of(model)):
         try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
+            with buffers_copied(model):
+                for parameter, _ in gradients:
+                    parameter.grad = None
+                yield
         finally:
+            for own, was in kept:
+                own.clear()
+                own.extend(was) if isinstance(own, list) else own.update(was)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 @contextmanager

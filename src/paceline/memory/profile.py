@@ -87,8 +87,9 @@ def profile(
     seconds. All levels are ``keep`` afterwards.
 
     `Profile.peak` of any levels is the peak of a step with them: to the byte for most models, and else more, not less.
-    See [Note: what adds up] at the top of the file. A block that runs several times holds the sum; where several take
-    turns, what lies between two calls counts as if all was kept. One that does not run costs nothing.
+    See [Note: what adds up] at the top of the file. Blocks that cannot be selective have two options. A block that runs
+    several times holds the sum; where several take turns, what lies between two calls counts as if all was kept. One
+    that does not run costs nothing.
 
     Args:
         step: forward; enters autocast itself and returns the loss, a scalar.
@@ -113,7 +114,11 @@ def profile(
     traces: dict[Level, Trace] = {}
     with gradients_in_place(model):
         for level in get_args(Level):
-            traces[level] = _simulated(step, model, blocks, set_levels, dict.fromkeys(blocks, level))
+            try:
+                traces[level] = _simulated(step, model, blocks, set_levels, dict.fromkeys(blocks, level))
+            except UsageError:
+                if level != "selective":  # blocks that change in place what it keeps can have the others
+                    raise
     kept = traces["keep"]
     sums = {level: _Sums.of(level, traces) for level in traces}
     called = [segment.name for segment in kept.segments[1:]]

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeAlias, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -27,7 +27,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
 )
 
 from paceline.determinism import HostRandomness, content_digest
@@ -52,7 +51,8 @@ Mode: TypeAlias = str | Sequence[str] | Mapping[str, str]
 def recompute(model: nn.Module, mode: Mode) -> dict[str, Level]:
     """Lets blocks of ``model`` recompute from now on, in place of any others so far. Not collective.
 
-    Call it after ``compile``. No key, type or hook of the model changes, and never a bit of a result.
+    Call it after ``compile``. No key or type in the model changes, and never a bit of a result. A block's hooks run in
+    its second forward too, if that gets so far: it ends where all is there that backward needs.
 
     Args:
         model: any module tree.
@@ -122,18 +122,34 @@ def set_levels(model: nn.Module, levels: Mapping[str, Level]) -> None:
     """Gives each named module its level; all others keep what autograd saves.
 
     Raises:
-        ConfigError: ``selective`` for a compiled module.
+        ConfigError: an unknown path, a compiled module that shall be ``selective``, or one inside a compiled module.
     """
-    for path, module in model.named_modules():
-        level = levels.get(path, "keep")
-        if level == "selective" and is_compiled(module):
+    modules = dict(model.named_modules())
+    if unknown := levels.keys() - modules.keys():
+        raise ConfigError(
+            "cannot recompute a block",
+            found=f"no module {min(unknown)!r} in {type(model).__name__}",
+            needed="a module's path, the first where it has several",
+            fix=did_you_mean(min(unknown), modules),
+        )
+    for path, level in levels.items():
+        outer = [up for up in modules if level != "keep" and (not up or path.startswith(f"{up}.")) and up != path]
+        if compiled := [up or type(model).__name__ for up in outer if is_compiled(modules[up])]:
+            raise ConfigError(
+                f"cannot recompute {path}",
+                found=f"it inside of {compiled[0]}, which is compiled as a whole",
+                needed="blocks that are compiled one by one, each recomputed around its compiled call",
+                fix="Write `for block in model.blocks: block.compile(dynamic=False)` in place of model.compile()",
+            )
+        if level == "selective" and is_compiled(modules[path]):
             raise ConfigError(
                 f"cannot recompute {path} selectively",
                 found="a compiled block, which shows none of its operators",
                 needed="a block that runs as it is written",
                 fix="Recompute all of it: the compiler chooses by itself what a block keeps",
             )
-        call = module._compiled_call_impl
+    for path, module in modules.items():
+        call, level = module._compiled_call_impl, levels.get(path, "keep")
         if isinstance(call, Recomputed):
             module._compiled_call_impl = call.inner
         if level != "keep":
@@ -183,23 +199,35 @@ class Recomputed:
         return time.perf_counter() if self.timed else 0.0
 
     def _checkpointed(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names, first = tuple(kwargs), []
         self._calls += 1
         # Calls 1, 2, 4, 8, ... run to their end a second time too, and must return the same bits: a block that goes
         # astray is found in its first step, one that does so later soon enough, and hashing stays free.
-        if self._calls & (self._calls - 1):
-            return checkpoint(inner, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-        first: list[str] = []
+        compared = self._calls & (self._calls - 1) == 0
 
-        def compared(*args: Any, **kwargs: Any) -> Any:
-            returned = inner(*args, **kwargs)
-            if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(returned)):  # it has a shape alone
+        def forward(*flat: Any) -> Any:
+            at = len(flat) - len(names)
+            returned = inner(*flat[:at], **dict(zip(names, flat[at:], strict=True)))
+            if compared and not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(returned)):
                 first.append(content_digest(returned))
                 if first[-1] != first[0]:
-                    raise self._refusal()
+                    raise self.refusal("another output of its second forward than of its first")
             return returned
 
-        with set_checkpoint_early_stop(False):
-            return checkpoint(compared, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = [tensor._version for tensor in inputs]
+        # All by place: of what is passed by name checkpoint overlooks the device, and its random state.
+        returned = checkpoint(
+            forward,
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            context_fn=self._contexts,
+            early_stop=not compared,
+        )
+        if [tensor._version for tensor in inputs] != versions:
+            raise self.refusal("an input that its forward changes in place")
+        return returned
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What the two forwards run in, made before the first one."""
@@ -208,11 +236,12 @@ class Recomputed:
         keeping, kept = create_selective_checkpoint_contexts(_policy)
         return keeping, _Again(self, self._module, kept)
 
-    def _refusal(self) -> UsageError:
+    def refusal(self, found: str) -> UsageError:
+        """Of a block that is found out."""
         return UsageError(
             f"cannot recompute block {self._path}",
-            found="another output of its second forward than of its first",
-            needed="a forward that depends on its inputs, weights and random numbers alone",
+            found=found,
+            needed="a forward that depends on its inputs, weights and random numbers alone, and changes none of them",
             fix=f"Leave out {self._path} in execution.recompute; or look in {type(self._module).__name__}.forward for "
             "counters, caches, and inputs or buffers that are changed and read",
         )
@@ -240,8 +269,10 @@ class _Again:
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
         self._open.__exit__(kind, error, traceback)
         self._call.again_s += self._call._now() - self._begun
-        if kind is CheckpointError:  # it saves more than the first time
-            raise self._call._refusal() from error
+        if kind is CheckpointError:
+            raise self._call.refusal("a second forward that saves more than the first") from error
+        if kind is RuntimeError and "selective activation checkpoint has been mutated" in str(error):
+            raise self._call.refusal("a change in place of what selective recompute keeps (inplace=True)") from error
 
 
 @contextmanager

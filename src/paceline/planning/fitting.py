@@ -82,7 +82,7 @@ def fit_run(
         ConfigError: the run needs more than `execution.memory`, or than the machine has.
     """
     budget = budget_of(None, recipe, execution, workers)
-    with forked_randomness():
+    with forked_randomness(device):
         batch = move(task.example(recipe.micro_batch), device)
         with shapes_only(model):
             state = state_of(model, recipe, execution)
@@ -124,7 +124,7 @@ def fit_run(
             + ("See " if auto else "")
             + "`paceline plan` for the micro-batches that fit",
         )
-    saved = on_shapes_or_for_real(model, lambda: saved_bytes(step, model))
+    saved, _ = on_shapes_or_for_real(model, lambda: saved_bytes(step, model))
     return Fitted(
         levels=levels,
         told=f"{told}; {show_size(peak)} of {show_size(budget.size)} a worker",
