@@ -289,7 +289,9 @@ def signature(call: Callable[..., Any]) -> str:
 def calls() -> dict[str, str]:
     """What a user can call, with its parameters and their defaults; properties without."""
     found = {f"paceline.{call.__name__}": signature(call) for call in (paceline.Run, paceline.launch)}
-    found["paceline.memory.saved_bytes"] = signature(paceline.memory.saved_bytes)
+    for name in paceline.memory.__all__:
+        if inspect.isfunction(call := getattr(paceline.memory, name)) or call is paceline.memory.Peak:
+            found[f"paceline.memory.{name}"] = signature(call)
     for name in paceline.metrics.__all__:
         if inspect.isfunction(call := getattr(paceline.metrics, name)):
             found[f"metrics.{name}"] = signature(call)

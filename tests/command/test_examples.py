@@ -250,3 +250,13 @@ def test_every_example_is_run() -> None:
     """What is not in the table is the demo's, which other tests run."""
     programs = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py") if path.name != "__init__.py"}
     assert programs - set(SHOWS) == {"demo.py", "plain_ddp.py"}
+
+
+def test_the_example_of_a_plan_is_that_of_the_page_on_memory() -> None:
+    """There its plan is made, and its figures are compared."""
+    page = (EXAMPLES.parent / "docs" / "memory.md").read_text(encoding="utf-8")
+    settings = (EXAMPLES / "gpt_124m.yaml").read_text(encoding="utf-8").split("\n", 1)[1]
+    assert f"# gpt.yaml\n{settings}" in page
+    shown = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").partition("$ paceline plan examples/gpt_124m")[2]
+    for line in shown.partition("```")[0].splitlines()[1:]:
+        assert line in page
