@@ -254,9 +254,9 @@ def test_every_example_is_run() -> None:
 
 def test_the_example_of_a_plan_is_that_of_the_page_on_memory() -> None:
     """There its plan is made, and its figures are compared."""
-    page = (EXAMPLES.parent / "docs" / "memory.md").read_text(encoding="utf-8")
+    page, readme = ((EXAMPLES.parent / name).read_text(encoding="utf-8") for name in ("docs/memory.md", "README.md"))
     settings = (EXAMPLES / "gpt_124m.yaml").read_text(encoding="utf-8").split("\n", 1)[1]
     assert f"# gpt.yaml\n{settings}" in page
-    shown = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").partition("$ paceline plan examples/gpt_124m")[2]
-    for line in shown.partition("```")[0].splitlines()[1:]:
-        assert line in page
+    shown = readme.partition("$ paceline plan examples/gpt_124m.yaml")[2].partition("```")[0].splitlines()[1:]
+    assert len(shown) > 5
+    assert set(shown) <= set(page.splitlines())
