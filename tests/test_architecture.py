@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "run": "errors config env faults lanes link events callsite determinism signals worker member membership agreement "
     "data evaluation metrics saving loop standing step tracked",
     "planning": "errors config data determinism memory optim parsing reduction sizes tasks",
-    "train": "errors config determinism events memory run_dir parsing planning optim tasks progress step run",
+    "train": "errors config determinism env events memory run_dir parsing planning optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
     "verify": "errors config env events faults run_dir parsing checkpoint",
     "cli": "*",

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
+from paceline import env
 from paceline.config import Execution, Recipe, Resume
 from paceline.determinism import compile_blocks, forked_randomness
 from paceline.errors import (
@@ -18,14 +20,17 @@ from paceline.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     ConfigError,
+    OutOfMemoryError,
     RunStopped,
     UsageError,
     did_you_mean,
 )
 from paceline.events import Sink, warn
-from paceline.memory.peak import Peak
+from paceline.memory.peak import Peak, resident_bytes
 from paceline.optim import build_optimizer, learning_rate, peak_lr
 from paceline.parsing import Settings, dump
+from paceline.planning.budget import Budget
+from paceline.planning.command import what_fits
 from paceline.planning.fitting import Fitted, fit_run
 from paceline.planning.state import process_bytes
 from paceline.progress import Progress, TensorBoard
@@ -103,7 +108,26 @@ def train_settings(settings: Settings, *, resume: Resume) -> int:
     task = settings.task.make()
     arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
     about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
-    return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
+    try:
+        return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
+    except OutOfMemoryError as error:
+        raise _advised(error, settings) from error
+
+
+def _advised(error: OutOfMemoryError, settings: Settings) -> OutOfMemoryError:
+    """With the micro-batches that would have fitted into what this worker holds as it fails: there was no more."""
+    here = env.read()
+    on_gpu = torch.cuda.is_initialized()
+    held = torch.cuda.get_device_properties(0).total_memory if on_gpu else resident_bytes()
+    budget = Budget(size=held, source="what this worker could have")
+    settings = dataclasses.replace(
+        settings, recipe=dataclasses.replace(settings.recipe, device="cuda" if on_gpu else "cpu")
+    )
+    try:
+        fix = what_fits(settings, workers=here.world_size if here else 1, budget=budget)
+    except Exception:  # the plan is a courtesy: the error that counts is the one that is there
+        return error
+    return OutOfMemoryError(error.problem, found=error.found, needed=error.needed, fix=f"{fix} See `paceline plan`")
 
 
 def _plans_memory(execution: Execution) -> bool:

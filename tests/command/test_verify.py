@@ -202,6 +202,36 @@ def test_a_sentence_that_cannot_be_read_is_refused(place: Path, capsys: pytest.C
         assert "worker=2 in 'kill worker=2 step=3', and no such worker in this run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("precision", "compiled", "modes"),
+    [
+        ("fp32", "false", "all,selective"),
+        *(
+            pytest.param(precision, compiled, modes, marks=pytest.mark.long)
+            for precision in ("fp32", "bf16")
+            for compiled, modes in (("false", "all,selective,every:2,every:3"), ("true", "all,every:2"))
+        ),
+    ],
+)
+def test_no_way_to_recompute_changes_a_bit(place: Path, precision: str, compiled: str, modes: str) -> None:
+    recipe = ("--recipe.precision", precision, "--recipe.compile", compiled)
+    out = f"recompute-{precision}-{compiled}-{modes.count(',')}"
+    words = ("--workers", "2", "--steps", "3", "--recompute", modes, *recipe, "--out", out)
+    ended = paceline("verify", "tiny.yaml", *words, cwd=place).check()
+    variations = proof(place / out)["variations"]
+    assert [variation["recompute"] for variation in variations] == [None, *modes.split(",")]
+    assert len({variation["digest"] for variation in variations}) == 1
+    assert "2, recompute all" in ended.out
+
+
+def test_ways_to_recompute_that_are_none_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(place):
+        assert main(["verify", "tiny.yaml", "--workers", "2", "--recompute", "all,evry:2"]) == 2
+        assert "Did you mean 'every:2'?" in capsys.readouterr().err
+        assert main(["verify", "tiny.yaml", "--workers", "2", "--recompute", "auto"]) == 2
+        assert "no execution.memory, and so nothing that must be recomputed" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_shows_its_error_and_gives_its_code(place: Path) -> None:
     words = ("--workers", "1,2", "--steps", "3", "--task.vocabulary", "300", "--task.data", "data/own")
     old = place / "runs" / "tiny-verify" / "proof.json"

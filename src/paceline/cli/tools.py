@@ -180,7 +180,8 @@ def completion(words: list[str]) -> int:
     settings = [f"--{name}" for name, _, _ in describe()] + ["--run-dir", "--config", "--help"]
     options = {
         "train": [*settings, "--resume", "--print_config"],
-        "verify": [*settings, "--workers", "--steps", "--interrupt", "--out"],
+        "verify": [*settings, "--workers", "--steps", "--interrupt", "--faults", "--recompute", "--out"],
+        "plan": [*settings, "--memory", "--measure"],
         "prepare": _prepare_parser().names(),
         "launch": ["-n", "-m", "--workers", "--help"],
         "sample": _sample_parser().names(),

@@ -17,7 +17,7 @@ from paceline.planning.state import footprint, process_bytes
 from paceline.planning.table import show_grid, show_lines, told_levels
 from paceline.sizes import show_size
 
-__all__ = ["plan"]
+__all__ = ["plan", "what_fits"]
 
 _FURTHEST = 16
 """Times the micro-batch of now: larger ones are not looked at, unless the batch has room for them."""
@@ -35,16 +35,7 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
     Raises:
         PacelineError: what the task raises; or nothing at all fits the budget.
     """
-    recipe, recompute = settings.recipe, settings.execution.recompute
-    process = process_bytes(recipe)
-    own_mode = recompute if isinstance(recompute, str) else "as written"
-    most = max(_FURTHEST * recipe.micro_batch, recipe.batch // workers)
-
-    def outlook_of(looked: Looked) -> Outlook:
-        return _outlook(settings, own_mode, workers, budget, process, looked)
-
-    looked = look(settings, own_mode=own_mode, most=most, further=lambda looked: outlook_of(looked).worth_a_look())
-    outlook = outlook_of(looked)
+    outlook, looked = _look(settings, workers, budget)
     now = outlook.cell(outlook.now, outlook.own_mode)
     assert now is not None, "a way to recompute that the model does not know was refused before"
     there, costs = outlook.there(outlook.now), outlook.costs(outlook.now)
@@ -61,6 +52,25 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
         measure(settings, now.levels, now.activations)
     _refuse_the_impossible(outlook, budget)
     return EXIT_DONE if now.peak <= budget.size else EXIT_FAILED
+
+
+def what_fits(settings: Settings, *, workers: int, budget: Budget) -> str:
+    """The largest micro-batches that fit, with and without recompute, in sentences. Arguments as for `plan`."""
+    outlook, _ = _look(settings, workers, budget)
+    return " ".join(_largest(outlook))
+
+
+def _look(settings: Settings, workers: int, budget: Budget) -> tuple[Outlook, Looked]:
+    recipe, recompute = settings.recipe, settings.execution.recompute
+    process = process_bytes(recipe)
+    own_mode = recompute if isinstance(recompute, str) else "as written"
+    most = max(_FURTHEST * recipe.micro_batch, recipe.batch // workers)
+
+    def outlook_of(looked: Looked) -> Outlook:
+        return _outlook(settings, own_mode, workers, budget, process, looked)
+
+    looked = look(settings, own_mode=own_mode, most=most, further=lambda looked: outlook_of(looked).worth_a_look())
+    return outlook_of(looked), looked
 
 
 def _outlook(settings: Settings, own_mode: str, workers: int, budget: Budget, process: int, looked: Looked) -> Outlook:

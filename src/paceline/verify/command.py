@@ -73,6 +73,13 @@ def verify(
             fix="Start it without torchrun or srun, or unset RANK and WORLD_SIZE",
         )
     faults = Faults.parse(settings.execution.faults) if faults is None else faults
+    if "auto" in recompute and settings.execution.memory is None:
+        raise ConfigError(
+            "cannot verify --recompute auto",
+            found="no execution.memory, and so nothing that must be recomputed",
+            needed="a budget that is less than the run needs without",
+            fix="Add --execution.memory 400MiB; `paceline plan` shows what is needed",
+        )
     for mode in recompute:
         dataclasses.replace(settings.execution, recompute=mode).check(settings.recipe)
     more = interrupt or bool(recompute) or bool(faults.statements)
