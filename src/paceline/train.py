@@ -108,13 +108,14 @@ def train_settings(settings: Settings, *, resume: Resume) -> int:
     task = settings.task.make()
     arguments = {name: value for name, value in settings.task.init_args.items() if name not in task.places}
     about = {"task": {"class_path": settings.task.class_path, "init_args": arguments}}
+    before = resident_bytes()
     try:
         return train(task, settings.recipe, settings.execution, resume=resume, about=about, sinks=sinks)
     except OutOfMemoryError as error:
-        raise _advised(error, settings) from error
+        raise _advised(error, settings, before) from error
 
 
-def _advised(error: OutOfMemoryError, settings: Settings) -> OutOfMemoryError:
+def _advised(error: OutOfMemoryError, settings: Settings, process: int) -> OutOfMemoryError:
     """With the micro-batches that would have fitted into what this worker holds as it fails: there was no more."""
     here = env.read()
     on_gpu = torch.cuda.is_initialized()
@@ -124,10 +125,12 @@ def _advised(error: OutOfMemoryError, settings: Settings) -> OutOfMemoryError:
         settings, recipe=dataclasses.replace(settings.recipe, device="cuda" if on_gpu else "cpu")
     )
     try:
-        fix = what_fits(settings, workers=here.world_size if here else 1, budget=budget)
+        fix = what_fits(settings, workers=here.world_size if here else 1, budget=budget, process=process)
     except Exception:  # the plan is a courtesy: the error that counts is the one that is there
         return error
-    return OutOfMemoryError(error.problem, found=error.found, needed=error.needed, fix=f"{fix} See `paceline plan`")
+    return OutOfMemoryError(
+        error.problem, found=error.found, needed=error.needed, fix=f"{fix} `paceline plan` shows more"
+    )
 
 
 def _plans_memory(execution: Execution) -> bool:

@@ -35,7 +35,7 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
     Raises:
         PacelineError: what the task raises; or nothing at all fits the budget.
     """
-    outlook, looked = _look(settings, workers, budget)
+    outlook, looked = _look(settings, workers, budget, process_bytes(settings.recipe))
     now = outlook.cell(outlook.now, outlook.own_mode)
     assert now is not None, "a way to recompute that the model does not know was refused before"
     there, costs = outlook.there(outlook.now), outlook.costs(outlook.now)
@@ -54,15 +54,18 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
     return EXIT_DONE if now.peak <= budget.size else EXIT_FAILED
 
 
-def what_fits(settings: Settings, *, workers: int, budget: Budget) -> str:
-    """The largest micro-batches that fit, with and without recompute, in sentences. Arguments as for `plan`."""
-    outlook, _ = _look(settings, workers, budget)
+def what_fits(settings: Settings, *, workers: int, budget: Budget, process: int) -> str:
+    """The largest micro-batches that fit, with and without recompute, in sentences. Arguments as for `plan`.
+
+    Args:
+        process: bytes of a worker before it has a model.
+    """
+    outlook, _ = _look(settings, workers, budget, process)
     return " ".join(_largest(outlook))
 
 
-def _look(settings: Settings, workers: int, budget: Budget) -> tuple[Outlook, Looked]:
+def _look(settings: Settings, workers: int, budget: Budget, process: int) -> tuple[Outlook, Looked]:
     recipe, recompute = settings.recipe, settings.execution.recompute
-    process = process_bytes(recipe)
     own_mode = recompute if isinstance(recompute, str) else "as written"
     most = max(_FURTHEST * recipe.micro_batch, recipe.batch // workers)
 
