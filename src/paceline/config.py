@@ -263,11 +263,11 @@ class Execution:
         hang_after_s: a worker that does not get on with a micro-batch, a load or an update for so long is taken for
             hung and replaced; ``null``: ten times the longest of its kind so far in this run, at least 30 s.
         recompute: blocks that run again in backward, so that what is inside them need not be kept: ``none``; ``all``;
-            ``selective``: all, but what matrix products and attention return is kept; ``every:k``: blocks 0, k, 2k, ...;
+            ``selective``: all, but what matrix products and attention return is kept; ``every:k``: blocks 0, k, 2k;
             ``auto``: what fits ``memory`` at the least cost in time (`paceline train` only; see `paceline.memory.fit`);
             or a list of module paths and patterns (``[blocks.*]``), or a mapping of them to keep, selective or full.
-        memory: most bytes that a worker may need, such as ``8GiB``: a run that needs more does not start; ``null``: with
-            ``auto`` what this machine has, divided by the workers on it.
+        memory: most bytes that a worker may need, such as ``8GiB``: a run that needs more does not start (`paceline
+            train` only); ``null``: with ``auto`` what this machine has, divided by the workers on it.
         faults: failures to rehearse, e.g. ``kill worker=1 step=3; stop worker=0 step=7``; see `paceline.faults`.
         timeout_s: seconds after which a wait for the other workers is an error, and what has not happened before in
             this run (a first step, an evaluation, a save) is taken for hung.

@@ -73,12 +73,13 @@ class Loop:
 
     def __enter__(self) -> Loop:
         self._tracked.begin_steps(self._recipe.micro_batch)
-        if self._execution.recompute == "auto":
+        if self._execution.recompute == "auto" or self._execution.memory is not None:
+            what = "recompute: auto" if self._execution.recompute == "auto" else f"memory: {self._execution.memory}"
             raise UsageError(
-                "cannot choose by itself what to recompute",
-                found="execution.recompute: auto, in a loop of one's own",
+                "cannot tell what this run will need",
+                found=f"execution.{what}, in a loop of one's own",
                 needed="the loss of a micro-batch to measure",
-                fix="Use paceline train, or paceline.memory.fit(model, step, budget) and recompute: none here",
+                fix="Use paceline train, or leave it out and call paceline.memory.fit(model, step, budget)",
             )
         if self._execution.recompute != "none":
             self._tracked.recompute(self._execution.recompute)

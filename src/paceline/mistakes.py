@@ -58,7 +58,8 @@ def _out_of_memory(text: str, step: str) -> OutOfMemoryError:
         f"cannot run {step}: out of memory",
         found=f"{there}, with {show_size(held)} in use by this worker",
         needed=f"{more} at once",
-        fix="Set execution.recompute: auto, or a smaller recipe.micro_batch; `paceline plan` shows what fits",
+        fix="Use a smaller recipe.micro_batch, or more execution.recompute; `paceline plan` shows what fits, and "
+        "paceline.memory.fit what a loop of your own can do",
     )
 
 

@@ -145,8 +145,10 @@ def _fit(run: Run, task: Task, model: nn.Module, process: int) -> None:
         return fit_run(task, model, run.recipe, run.execution, device=device, workers=workers, process=process)
 
     chosen = run.team.agree(fitted, "what to recompute")[0]
-    if run.execution.recompute == "auto":
-        run.execution = dataclasses.replace(run.execution, recompute=dict(chosen.levels))
+    recompute = run.execution.recompute
+    if recompute == "auto":
+        recompute = {path: str(level) for path, level in chosen.levels.items()}
+    run.execution = dataclasses.replace(run.execution, recompute=recompute, memory=None)  # seen to
     if chosen.note is not None and run.is_main:
         warn(f"memory was counted on real tensors, since the loss cannot run on shapes alone ({chosen.note})")
     run.events.emit("recompute", **chosen.event())

@@ -139,8 +139,10 @@ def test_a_loop_of_ones_own_fits_by_a_call(pool: Pool) -> None:
     assert results[0]["digest"] == plain["digest"]
     named = pool.run(own_loop, RECIPE, Execution(recompute=["blocks.1", "blocks.3"]), None, workers=2)[0]
     assert named == {"digest": plain["digest"], "levels": {"blocks.1": "full", "blocks.3": "full"}}
-    with pytest.raises(Exception, match="cannot choose by itself what to recompute"):
+    with pytest.raises(Exception, match=r"found execution\.recompute: auto, in a loop of one's own"):
         pool.run(own_loop, RECIPE, Execution(recompute="auto"), None, workers=2)
+    with pytest.raises(Exception, match=r"found execution\.memory: 8GiB, in a loop of one's own"):
+        pool.run(own_loop, RECIPE, Execution(memory="8GiB"), None, workers=1)
     with pytest.raises(Exception, match=r"cannot fit a micro-batch: found a budget of 100 KiB, need at least"):
         pool.run(own_loop, RECIPE, Execution(), "100KiB", workers=1)
 
@@ -162,6 +164,6 @@ def test_out_of_memory_says_what_was_asked_for_and_what_to_do(pool: Pool, tmp_pa
         pool.run(train_huge, RECIPE, Execution(run_dir=str(tmp_path / "run")), workers=1)
     assert re.search(
         r"cannot run step 1: out of memory: found no memory left, with .* in use by this worker, "
-        r"need 128 TiB at once\. Set execution\.recompute: auto",
+        r"need 128 TiB at once\. Use a smaller recipe\.micro_batch",
         str(caught.value),
     )

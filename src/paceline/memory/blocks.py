@@ -71,7 +71,7 @@ def named_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
                 "cannot recompute a block",
                 found=f"no module {pattern!r} in {type(model).__name__}",
                 needed="the path of a module, or a pattern such as blocks.*",
-                fix=did_you_mean(pattern, [*find_blocks(model), *modules]),
+                fix=did_you_mean(pattern, modules),
             )
         for path in matches:
             if any(path.startswith(f"{outer}.") for outer in matches):

@@ -91,7 +91,9 @@ def levels_of(model: nn.Module, mode: Mode) -> dict[str, Level]:
             "cannot recompute blocks",
             found=repr(mode),
             needed="none, all, selective, every:k, or module paths",
-            fix="Use paceline.memory.fit for what fits a budget" if mode == "auto" else "Use all",
+            fix="Use paceline.memory.fit for what fits a budget"
+            if mode == "auto"
+            else did_you_mean(mode, ("none", "all", "selective", "every:2")),
         )
     if not blocks and mode != "none":
         raise ConfigError(
@@ -236,13 +238,14 @@ class Recomputed:
         keeping, kept = create_selective_checkpoint_contexts(_policy)
         return keeping, _Again(self, self._module, kept)
 
-    def refusal(self, found: str) -> UsageError:
+    def refusal(self, found: str, fix: str | None = None) -> UsageError:
         """Of a block that is found out."""
         return UsageError(
             f"cannot recompute block {self._path}",
             found=found,
             needed="a forward that depends on its inputs, weights and random numbers alone, and changes none of them",
-            fix=f"Leave out {self._path} in execution.recompute; or look in {type(self._module).__name__}.forward for "
+            fix=fix
+            or f"Leave out {self._path} in execution.recompute; or look in {type(self._module).__name__}.forward for "
             "counters, caches, and inputs or buffers that are changed and read",
         )
 
@@ -272,7 +275,8 @@ class _Again:
         if kind is CheckpointError:
             raise self._call.refusal("a second forward that saves more than the first") from error
         if kind is RuntimeError and "selective activation checkpoint has been mutated" in str(error):
-            raise self._call.refusal("a change in place of what selective recompute keeps (inplace=True)") from error
+            found = "a change in place of what selective recompute keeps (inplace=True)"
+            raise self._call.refusal(found, fix="Leave out inplace=True, or let that block recompute all") from error
 
 
 @contextmanager

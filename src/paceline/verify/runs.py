@@ -110,7 +110,10 @@ def run(variation: Variation, settings: Settings, steps: int | None, watch: Call
             faults=str(variation.faults) if disturbed else None,
         )
         if variation.recompute is not None:
-            execution = dataclasses.replace(execution, recompute=variation.recompute)
+            memory = execution.memory if variation.recompute == "auto" else None  # the others may need more
+            execution = dataclasses.replace(execution, recompute=variation.recompute, memory=memory)
+        elif execution.recompute != "auto":
+            execution = dataclasses.replace(execution, memory=None)
         if not disturbed:
             execution = dataclasses.replace(execution, checkpoint_every=None, keep=1, keep_best=None)  # one at the stop
         config = variation.run_dir.with_name(f"{variation.run_dir.name}-leg{leg + 1}.yaml")
