@@ -19,12 +19,12 @@ from paceline.memory.blocks import find_blocks
 from paceline.memory.plan import Level, choose, least
 from paceline.memory.profile import CPU, GPU, Profile, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import Recomputed, buffers_copied, is_compiled, set_levels
-from paceline.memory.simulate import shapes_only
+from paceline.memory.simulate import LiveBytes, gradients_in_place, shapes_only
 from paceline.sizes import parse_size, show_size
 
 T = TypeVar("T")
 
-__all__ = ["Fit", "fit", "measured", "on_shapes_or_for_real", "peak_with", "undisturbed"]
+__all__ = ["Fit", "fit", "measured", "on_shapes_or_for_real", "peak_with", "small_part", "undisturbed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,17 @@ def measured(model: nn.Module, step: Callable[[], Tensor], budget: int) -> tuple
 def peak_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str, Level]) -> int:
     """Most bytes that a forward and backward allocates with these levels."""
     return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))[0]
+
+
+def small_part(model: nn.Module, step: Callable[[], Tensor]) -> float:
+    """The part, 0 to 1, of what a step without recompute holds at its peak that is in tensors of a CPU's heap; 1 if
+    that cannot be counted on shapes."""
+    try:
+        with _as_written(model), undisturbed(model), shapes_only(model), gradients_in_place(model), LiveBytes() as live:
+            step().backward()
+    except Exception:  # as in `on_shapes_or_for_real`; but it is not worth a real step that may not fit
+        return 1.0
+    return float(live.small / max(1, live.peak))
 
 
 def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> tuple[T, str | None]:

@@ -14,7 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
 
-__all__ = ["LiveBytes", "gradients_in_place", "shapes_only", "tensors_in"]
+__all__ = ["SMALL", "LiveBytes", "gradients_in_place", "shapes_only", "tensors_in"]
+
+SMALL = 2**25
+"""Bytes. From here on a tensor on a CPU has pages of its own, which go back to the system when it dies: glibc's largest
+``M_MMAP_THRESHOLD``. Smaller ones share a heap."""
 
 
 _OF_UNKNOWN_SIZE = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"}
@@ -34,6 +38,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         current: bytes alive now that came to life while it was on.
         peak: the most that ``current`` has been.
+        small: bytes of ``peak`` in storages below `SMALL`.
 
     >>> x = torch.ones(256)
     >>> with LiveBytes() as live:
@@ -47,7 +52,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = self.peak = 0
+        self.current = self.peak = self.small = 0
+        self._small = 0
         self._alive: dict[int, tuple[int, object, weakref.ref[object]]] = {}
 
     @classmethod
@@ -88,6 +94,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, size: int, mark: object) -> None:
         self.current -= size
+        self._small -= size if size < SMALL else 0
 
     def _note(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
         """Counts an output's storage if it is new; whether it is."""
@@ -97,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
         if known is not None:
             if known[0] != size:  # resized
                 self._alive[key] = (size, *known[1:])
-                self._grow(size - known[0])
+                self._grow(size, known[0])
             return False
         if any(key == given.untyped_storage()._cdata for given in tensors_in((args, kwargs))):
             return False
@@ -110,9 +117,12 @@ class LiveBytes(TorchDispatchMode):
         self._grow(size)
         return True
 
-    def _grow(self, size: int) -> None:
-        self.current += size
-        self.peak = max(self.peak, self.current)
+    def _grow(self, size: int, before: int = 0) -> None:
+        """A storage has ``size`` bytes now in place of those ``before``."""
+        self.current += size - before
+        self._small += (size if size < SMALL else 0) - (before if before < SMALL else 0)
+        if self.current > self.peak:
+            self.peak, self.small = self.current, self._small
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

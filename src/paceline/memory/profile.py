@@ -59,6 +59,7 @@ class Profile:
         loss: most bytes between the last block's forward and its backward, on top of all that blocks hold.
         work: of the whole forward and backward when every block keeps all.
         seconds: how long that takes, estimated with the same rates as the options' seconds.
+        small: the part of its peak, 0 to 1, that lies in tensors below `paceline.memory.live.SMALL`.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -66,6 +67,7 @@ class Profile:
     loss: int
     work: Work
     seconds: float
+    small: float = 1.0
 
     def peak(self, levels: Mapping[str, Level]) -> int:
         """Most bytes alive in a step with these levels, on top of what was there before; blocks left out keep all."""
@@ -156,6 +158,7 @@ def profile(
         loss=max(its.loss for its in sums.values()),
         work=kept.work,
         seconds=rates.seconds(kept.work),
+        small=kept.small / max(1, kept.peak),
     )
 
 

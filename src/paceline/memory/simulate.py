@@ -89,11 +89,13 @@ class Trace:
         peak: the most alive at any time.
         left: still alive at the end: the loss, and gradients that were not there before.
         work: of all.
+        small: bytes of ``peak`` in tensors below `paceline.memory.live.SMALL`.
     """
 
     segments: tuple[Segment, ...]
     loss: int
     peak: int
+    small: int
     left: int
     work: Work
 
@@ -213,6 +215,7 @@ class _Recorder(LiveBytes):
             segments=tuple(segments),
             loss=self.peaks["between", last] - self.after[last],
             peak=self.peak,
+            small=self.small,
             left=self.current,
             work=sum(self.work.values(), Work()),
         )
@@ -268,8 +271,8 @@ class _Recorder(LiveBytes):
         if cheap:
             self.freed_cheap[born, self.phase] += size
 
-    def _grow(self, size: int) -> None:
-        super()._grow(size)
+    def _grow(self, size: int, before: int = 0) -> None:
+        super()._grow(size, before)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.current)
 
 

@@ -122,6 +122,7 @@ def _notes(settings: Settings, workers: int, looked: Looked) -> dict[str, str]:
         "optimizer's step": "while it runs",
         "exchange": f"what {workers - 1} other worker{'s send' if workers > 2 else ' sends'}",
         "checkpoint's copy": "on worker 0, until it is written",
+        "gaps": "of freed memory that what comes next does not fit: an estimate",
         "batches": f"{settings.execution.loader_workers} loader workers" if settings.execution.loader_workers else "",
     }
 
@@ -186,7 +187,9 @@ def _lanes(outlook: Outlook) -> Iterator[str]:
 def _sharding(outlook: Outlook, now: Cell) -> str:
     if outlook.workers == 1:
         return "One worker holds all there is; sharding over several is not supported yet."
-    optimizer, everything = (show_size(now.peak - less) for less in outlook.sharded(outlook.now, now.activations))
+    optimizer, everything = (
+        show_size(now.peak - less) for less in outlook.sharded(outlook.now, now.activations + now.gaps)
+    )
     saved = f"the optimizer's state {optimizer} a worker, that of parameters and gradients too {everything}"
     return f"Sharding over {outlook.workers} workers would save: {saved}. Not supported yet."
 

@@ -12,7 +12,8 @@ from paceline.config import Execution, Recipe
 from paceline.data.loader import move
 from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
-from paceline.memory.fit import measured, on_shapes_or_for_real, peak_with
+from paceline.memory.fit import measured, on_shapes_or_for_real, peak_with, small_part
+from paceline.memory.footprint import activation_gaps
 from paceline.memory.meter import saved_bytes
 from paceline.memory.plan import Level
 from paceline.memory.recompute import levels_of
@@ -100,7 +101,8 @@ def fit_run(
             process=process,
             batch=storage_bytes(batch),
         )
-        room = max(0, budget.size - there.during_backward)
+        small = small_part(model, step) if device.type == "cpu" else 0.0
+        room = there.room(budget.size, small=small)
         slower, note = None, None
         if execution.recompute == "auto":
             fitted, note = measured(model, step, room)
@@ -110,13 +112,14 @@ def fit_run(
             levels = levels_of(model, execution.recompute)
             activations = peak_with(model, step, levels)
             told = needed = f"activations {show_size(activations)}"
-    peak, moment = there.peak(activations)
+    with_gaps = activations + activation_gaps(activations, small=small)
+    peak, moment = there.peak(with_gaps)
     if peak > budget.size:
         auto = execution.recompute == "auto" or not levels
         raise ConfigError(
             "cannot fit the run",
             found=f"{show_size(budget.size)} for each worker ({budget.source})",
-            needed=f"{show_size(peak)}: {show_size(there.at(moment, activations) - activations)} besides activations, "
+            needed=f"{show_size(peak)}: {show_size(there.at(moment, with_gaps) - activations)} besides activations, "
             f"and for these {needed}"
             if moment == "backward"
             else f"{show_size(peak)} for the {moment}, whatever is recomputed",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from paceline.memory.footprint import Footprint, Moment
+from paceline.memory.footprint import Footprint, Moment, activation_gaps
 from paceline.memory.plan import BlockCost, Level, Option, choose, least, peak
 
 __all__ = ["Cell", "Costs", "Mode", "between", "cell"]
@@ -27,6 +27,7 @@ class Costs:
         blocks: in the order of their forwards.
         loss: most bytes behind the last block, on top of all that is held.
         seconds: a forward and backward in which nothing is recomputed.
+        small: the part of their bytes, 0 to 1, in tensors that share a CPU's heap.
     """
 
     micro_batch: int
@@ -34,6 +35,7 @@ class Costs:
     blocks: tuple[BlockCost, ...]
     loss: int
     seconds: float
+    small: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,14 @@ class Cell:
 
     Args:
         levels: of each block.
-        activations: most bytes of a forward and backward on top of the footprint.
+        activations: most bytes of a forward and backward on top of the footprint; ``gaps``: between them.
         peak: most bytes of a worker, ``moment``: when that is.
         slower: seconds of a forward and backward, relative to those without recompute.
     """
 
     levels: Mapping[str, Level]
     activations: int
+    gaps: int
     peak: int
     moment: Moment
     slower: float
@@ -83,6 +86,7 @@ def between(looked_at: Sequence[Costs], micro_batch: int) -> Costs:
         ),
         loss=mixed(below.loss, above.loss),
         seconds=below.seconds + (above.seconds - below.seconds) * part,
+        small=max(below.small, above.small),
     )
 
 
@@ -94,13 +98,14 @@ def cell(costs: Costs, there: Footprint, mode: Mode, budget: int) -> Cell | None
     if any(levels[name] not in those for name, those in known.items()):
         return None
     activations = peak(costs.blocks, levels, fixed=costs.fixed, loss=costs.loss)
-    most, moment = there.peak(activations)
+    gaps = activation_gaps(activations, small=costs.small)
+    most, moment = there.peak(activations + gaps)
     added = sum(block.at(levels[block.name]).seconds for block in costs.blocks)
     slower = 1 + added / costs.seconds if costs.seconds else 1.0
-    return Cell(levels=levels, activations=activations, peak=most, moment=moment, slower=slower)
+    return Cell(levels=levels, activations=activations, gaps=gaps, peak=most, moment=moment, slower=slower)
 
 
 def _auto(costs: Costs, there: Footprint, budget: int) -> Mapping[str, Level]:
-    fixed = there.during_backward + costs.fixed
-    best = choose(costs.blocks, fixed=fixed, loss=costs.loss, budget=budget)
-    return (best or least(costs.blocks, fixed=fixed, loss=costs.loss)).levels
+    room = there.room(budget, small=costs.small)
+    best = choose(costs.blocks, fixed=costs.fixed, loss=costs.loss, budget=room)
+    return (best or least(costs.blocks, fixed=costs.fixed, loss=costs.loss)).levels

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.config import Execution, Recipe
 from paceline.determinism import configure_process, flatten_state
-from paceline.memory.footprint import Footprint, gradient_sets, inbox_elements
-from paceline.memory.simulate import LiveBytes, gradients_in_place, shapes_only
+from paceline.memory.footprint import Footprint, gradient_sets, inbox_elements, state_gaps
+from paceline.memory.live import SMALL, LiveBytes, gradients_in_place, shapes_only
 from paceline.optim import build_optimizer
 from paceline.reduction.buckets import assign
 from paceline.reduction.exchange import GRAIN
@@ -25,6 +25,8 @@ from paceline.tasks import Task
 
 __all__ = ["State", "build", "footprint", "process_bytes", "state_of", "storage_bytes"]
 
+LIBRARIES = 96 * 2**20
+"""Resident pages of torch's files, at most, in a process that trains on a CPU."""
 CUDA_CONTEXT = 600 * 2**20
 """An estimate: driver, kernels and the libraries' workspaces, of which torch's allocator does not know."""
 
@@ -37,6 +39,8 @@ class State:
         count: parameters, a tied one once; ``trained``: those that require a gradient.
         buckets: elements of each bucket of gradients, by bytes of an element.
         saved: what a checkpoint holds.
+        small: the part of the parameters' bytes, 0 to 1, in tensors that share a CPU's heap; that of gradients and
+            optimizer state is about the same.
         unknown: why the optimizer's state is not all in here, if so.
     """
 
@@ -48,6 +52,7 @@ class State:
     optimizer: int
     optimizer_work: int
     saved: int
+    small: float
     unknown: str | None
 
 
@@ -87,6 +92,7 @@ def state_of(model: nn.Module, recipe: Recipe, execution: Execution) -> State:
         buckets[bucket.dtype.itemsize].append(bucket.size)
     optimizer, work, unknown = _optimizer_bytes(model, recipe)
     buffers = storage_bytes(model.buffers())
+    small = storage_bytes([parameter for parameter in parameters if parameter.nbytes < SMALL])
     return State(
         count=sum(parameter.numel() for parameter in parameters),
         trained=sum(parameter.numel() for parameter in trained),
@@ -96,6 +102,7 @@ def state_of(model: nn.Module, recipe: Recipe, execution: Execution) -> State:
         optimizer=optimizer,
         optimizer_work=work,
         saved=storage_bytes(model.state_dict().values()) + optimizer,
+        small=small / max(1, storage_bytes(parameters)),
         unknown=unknown,
     )
 
@@ -109,8 +116,10 @@ def footprint(
         process: bytes before there is a model.
         batch: bytes of a micro-batch.
     """
+    sets = gradient_sets(lanes=lanes, workers=workers)
     one_set = sum(size * sum(sizes) for size, sizes in state.buckets.items())
     in_host_memory = recipe.device == "cpu"  # a GPU's copy for a checkpoint lies there
+    long_lived = state.parameters + sets * one_set + state.optimizer
     last = min(recipe.steps or math.inf, execution.stop_at or math.inf)
     saves_midway = execution.checkpoint_every is not None and execution.checkpoint_every < last
     return Footprint(
@@ -118,26 +127,32 @@ def footprint(
         parameters=state.parameters,
         buffers=state.buffers,
         gradients=one_set,
-        lane_sums=one_set * (gradient_sets(lanes=lanes, workers=workers) - 1),
+        lane_sums=one_set * (sets - 1),
         optimizer=state.optimizer,
         optimizer_work=state.optimizer_work,
         exchange=_exchange_bytes(state, recipe, lanes, workers),
         inputs=batch * (1 + 2 * execution.loader_workers),
         copy=state.saved if in_host_memory else 0,
         copy_stays=execution.async_checkpoint and saves_midway,
+        gaps=state_gaps(state.small * long_lived) if in_host_memory else 0,
     )
 
 
 def process_bytes(recipe: Recipe) -> int:
     """What a worker needs before it has a model: measured on this very process, which has imported what a worker does,
-    after a first tiny step; on CUDA an estimate."""
+    after a first tiny step; on CUDA an estimate.
+
+    A worker that was forked has touched little of the libraries' code as yet. `LIBRARIES` is counted for that, about as
+    much as in a process that imported them itself: so `paceline plan` and a run say the same.
+    """
     if recipe.device == "cuda":
         return CUDA_CONTEXT
     configure_process(threads=recipe.threads, device=torch.device("cpu"))
     layer = nn.Linear(64, 64)
     layer(torch.zeros(8, 64)).sum().backward()
     torch.optim.AdamW(layer.parameters(), fused=True).step()
-    return int(psutil.Process().memory_info().rss)
+    memory = psutil.Process().memory_info()
+    return int(memory.rss) + max(0, LIBRARIES - int(getattr(memory, "shared", LIBRARIES)))
 
 
 def storage_bytes(tree: Any) -> int:
