@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from paceline.determinism import forked_randomness
 from paceline.errors import ConfigError
 from paceline.memory.blocks import find_blocks
-from paceline.memory.plan import Level, choose, least
+from paceline.memory.gaps import Heap
+from paceline.memory.plan import Level, choose, least, peak, uniform
 from paceline.memory.profile import CPU, GPU, Profile, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import Recomputed, buffers_copied, is_compiled, set_levels
 from paceline.memory.simulate import LiveBytes, gradients_in_place, shapes_only
@@ -24,7 +25,7 @@ from paceline.sizes import parse_size, show_size
 
 T = TypeVar("T")
 
-__all__ = ["Fit", "fit", "measured", "on_shapes_or_for_real", "peak_with", "small_part", "undisturbed"]
+__all__ = ["Fit", "fit", "heap_with", "measured", "on_shapes_or_for_real", "peak_with", "undisturbed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,11 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
     return fitted
 
 
-def measured(model: nn.Module, step: Callable[[], Tensor], budget: int) -> tuple[Fit, str | None]:
+def measured(
+    model: nn.Module, step: Callable[[], Tensor], budget: int, *, gaps: bool = False
+) -> tuple[Fit, str | None]:
     """What `fit` would choose, undone as yet, or what needs the least if nothing fits; and why bytes had to be counted
-    on real tensors, if so."""
+    on real tensors, if so. ``gaps``: there shall be room for those in the heap, too."""
     blocks = find_blocks(model)
     if not blocks:
         raise ConfigError(
@@ -130,15 +133,18 @@ def measured(model: nn.Module, step: Callable[[], Tensor], budget: int) -> tuple
     costs, why = on_shapes_or_for_real(model, lambda: profile(step, model, blocks, set_levels, rates=rates))
     if any(map(is_compiled, blocks.values())):
         costs = _without_selective(costs)
-    unfitted = costs.peak({})
-    smallest = least(costs.blocks, fixed=costs.fixed, loss=costs.loss)
-    if smallest.peak <= budget < unfitted:  # else there is nothing to weigh
+    room, loss = budget, costs.loss
+    if gaps and costs.heap is not None:
+        room, loss = costs.heap.room(budget), costs.heap.loss
+    keep = uniform(costs.blocks, "keep")
+    smallest = least(costs.blocks, fixed=costs.fixed, loss=loss)
+    if smallest.peak <= room < peak(costs.blocks, keep, fixed=costs.fixed, loss=loss):  # else nothing is to be weighed
         costs = _timed(model, step, blocks, costs, budget)
-    choice = choose(costs.blocks, fixed=costs.fixed, loss=costs.loss, budget=budget) or smallest
+    choice = choose(costs.blocks, fixed=costs.fixed, loss=loss, budget=room) or smallest
     return Fit(
         levels=choice.levels,
         peak=peak_with(model, step, choice.levels),
-        unfitted=unfitted,
+        unfitted=costs.peak(keep),
         slower=1 + choice.seconds / costs.seconds,
         profile=costs,
     ), why
@@ -149,15 +155,19 @@ def peak_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str,
     return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))[0]
 
 
-def small_part(model: nn.Module, step: Callable[[], Tensor]) -> float:
-    """The part, 0 to 1, of what a step without recompute holds at its peak that is in tensors of a CPU's heap; 1 if
-    that cannot be counted on shapes."""
-    try:
-        with _as_written(model), undisturbed(model), shapes_only(model), gradients_in_place(model), LiveBytes() as live:
-            step().backward()
-    except Exception:  # as in `on_shapes_or_for_real`; but it is not worth a real step that may not fit
-        return 1.0
-    return float(live.small / max(1, live.peak))
+def heap_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str, Level]) -> Heap:
+    """How a forward and backward with these levels uses a CPU's heap; its most there is ``loss``."""
+
+    def count() -> Heap:
+        set_levels(model, levels)
+        try:
+            with gradients_in_place(model), LiveBytes() as live:
+                step().backward()
+        finally:
+            set_levels(model, {})
+        return Heap(small=1.0, loss=live.most_small, beside=live.most_large)
+
+    return on_shapes_or_for_real(model, count)[0]
 
 
 def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> tuple[T, str | None]:

@@ -1,18 +1,11 @@
 """What a worker holds besides activations, in bytes, and at which moment of a step that is the most. Pure arithmetic.
 
-[Note: gaps] On a CPU tensors below 32 MiB share a heap with all else. What dies there leaves a gap, and not all that
-comes next fits one: so the process has more than what is alive. How much depends on the order of all sizes, and nobody
-can say it beforehand; these are allowances, from runs of GPTs with glibc: benchmarks/memory.py. `GAPS_OF_STATE` of all
-that lives long, since the optimizer's state comes into the gaps of the first step; `GAPS_OF_ACTIVATIONS` of what comes
-and goes; and `WORK` for what kernels take for themselves. On a GPU a plan counts tensors, as its allocator does.
-
 >>> gradient_sets(lanes=8, workers=1), gradient_sets(lanes=8, workers=8), gradient_sets(lanes=8, workers=3)
 (4, 1, 3)
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +13,8 @@ from typing import Literal
 from paceline.lanes import lanes_of
 from paceline.reduction.tree import Node, cover, fold
 
-__all__ = ["Footprint", "Moment", "activation_gaps", "gradient_sets", "inbox_elements", "state_gaps"]
+__all__ = ["Footprint", "Moment", "gradient_sets", "inbox_elements"]
 
-GAPS_OF_STATE, GAPS_OF_ACTIVATIONS, WORK = 0.2, 0.25, 12 * 2**20
 
 Moment = Literal["backward", "update", "save"]
 """``backward``: a micro-batch's forward and backward; ``update``: the optimizer's step; ``save``: between two steps."""
@@ -44,7 +36,7 @@ class Footprint:
         inputs: batches that were loaded.
         copy: the checkpoint's copy in memory, on the worker that saves.
         copy_stays: the copy is there during the steps that follow, while it is written in the background.
-        gaps: see [Note: gaps]; without those of activations.
+        gaps: see `paceline.memory.gaps`; without those of activations.
     """
 
     process: int
@@ -82,14 +74,6 @@ class Footprint:
             return self.during_backward + activations
         return self.always + self.copy if moment == "save" else self.during_backward + self.optimizer_work
 
-    def room(self, budget: int, *, small: float) -> int:
-        """Most activations with which a forward and backward stays within ``budget``, if gaps are between them.
-
-        Args:
-            small: as for `activation_gaps`.
-        """
-        return math.floor(max(0, budget - self.during_backward) / (1 + GAPS_OF_ACTIVATIONS * small))
-
     def peak(self, activations: int) -> tuple[int, Moment]:
         """The most bytes at any moment, and which it is; the earliest of equal ones.
 
@@ -101,23 +85,6 @@ class Footprint:
         moments: tuple[Moment, ...] = ("backward", "update", "save")
         most = max(moments, key=lambda moment: self.at(moment, activations))
         return self.at(most, activations), most
-
-
-def activation_gaps(activations: float, *, small: float) -> int:
-    """See [Note: gaps].
-
-    Args:
-        small: the part of them, 0 to 1, in tensors that share a heap.
-
-    >>> activation_gaps(800, small=0.5)
-    100
-    """
-    return math.ceil(GAPS_OF_ACTIVATIONS * small * activations)
-
-
-def state_gaps(small: float) -> int:
-    """See [Note: gaps]; ``small`` bytes that live long and share a heap."""
-    return math.ceil(GAPS_OF_STATE * small) + WORK
 
 
 def gradient_sets(*, lanes: int, workers: int) -> int:

@@ -13,12 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
+from paceline.memory.gaps import SMALL
 
-__all__ = ["SMALL", "LiveBytes", "gradients_in_place", "shapes_only", "tensors_in"]
-
-SMALL = 2**25
-"""Bytes. From here on a tensor on a CPU has pages of its own, which go back to the system when it dies: glibc's largest
-``M_MMAP_THRESHOLD``. Smaller ones share a heap."""
+__all__ = ["LiveBytes", "gradients_in_place", "shapes_only", "tensors_in"]
 
 
 _OF_UNKNOWN_SIZE = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"}
@@ -38,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         current: bytes alive now that came to life while it was on.
         peak: the most that ``current`` has been.
-        small: bytes of ``peak`` in storages below `SMALL`.
+        small, most_small, most_large: the same of those below `paceline.memory.gaps.SMALL`, and the most of others.
 
     >>> x = torch.ones(256)
     >>> with LiveBytes() as live:
@@ -52,8 +49,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = self.peak = self.small = 0
-        self._small = 0
+        self.current = self.peak = 0
+        self.small = self.most_small = self.most_large = 0
         self._alive: dict[int, tuple[int, object, weakref.ref[object]]] = {}
 
     @classmethod
@@ -94,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, size: int, mark: object) -> None:
         self.current -= size
-        self._small -= size if size < SMALL else 0
+        self.small -= size if size < SMALL else 0
 
     def _note(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
         """Counts an output's storage if it is new; whether it is."""
@@ -120,9 +117,10 @@ class LiveBytes(TorchDispatchMode):
     def _grow(self, size: int, before: int = 0) -> None:
         """A storage has ``size`` bytes now in place of those ``before``."""
         self.current += size - before
-        self._small += (size if size < SMALL else 0) - (before if before < SMALL else 0)
-        if self.current > self.peak:
-            self.peak, self.small = self.current, self._small
+        self.small += (size if size < SMALL else 0) - (before if before < SMALL else 0)
+        self.peak = max(self.peak, self.current)
+        self.most_small = max(self.most_small, self.small)
+        self.most_large = max(self.most_large, self.current - self.small)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import get_args
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.memory.gaps import Heap
 from paceline.memory.plan import BlockCost, Level, Option, peak
 from paceline.memory.simulate import Trace, Work, gradients_in_place, simulate
 
@@ -59,7 +60,7 @@ class Profile:
         loss: most bytes between the last block's forward and its backward, on top of all that blocks hold.
         work: of the whole forward and backward when every block keeps all.
         seconds: how long that takes, estimated with the same rates as the options' seconds.
-        small: the part of its peak, 0 to 1, that lies in tensors below `paceline.memory.live.SMALL`.
+        heap: how a CPU's process would hold it; ``None``: not known.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -67,7 +68,7 @@ class Profile:
     loss: int
     work: Work
     seconds: float
-    small: float = 1.0
+    heap: Heap | None = None
 
     def peak(self, levels: Mapping[str, Level]) -> int:
         """Most bytes alive in a step with these levels, on top of what was there before; blocks left out keep all."""
@@ -152,13 +153,18 @@ def profile(
                 )
             )
         costs.append(BlockCost(name=name, options=tuple(options)))
+    loss = max(its.loss for its in sums.values())
     return Profile(
         blocks=tuple(costs),
         fixed=max(its.held[0] for its in sums.values()),
-        loss=max(its.loss for its in sums.values()),
+        loss=loss,
         work=kept.work,
         seconds=rates.seconds(kept.work),
-        small=kept.small / max(1, kept.peak),
+        heap=Heap(
+            small=kept.small,
+            loss=loss - round(kept.small * (kept.loss - kept.loss_small)),
+            beside=round(kept.small * kept.loss_large),
+        ),
     )
 
 

@@ -89,13 +89,17 @@ class Trace:
         peak: the most alive at any time.
         left: still alive at the end: the loss, and gradients that were not there before.
         work: of all.
-        small: bytes of ``peak`` in tensors below `paceline.memory.live.SMALL`.
+        small: the part, 0 to 1, of what was alive when the last block's forward had ended that was in tensors below
+            `paceline.memory.gaps.SMALL`.
+        loss_small, loss_large: as ``loss``, of these and of the others: each the most.
     """
 
     segments: tuple[Segment, ...]
     loss: int
     peak: int
-    small: int
+    small: float
+    loss_small: int
+    loss_large: int
     left: int
     work: Work
 
@@ -149,6 +153,8 @@ class _Recorder(LiveBytes):
         """Autograd's nodes when each block's forward began."""
         self.stop = 0
         """And when the last one's ended."""
+        self.small_after = self.loss_small = 0
+        """Bytes in small tensors then, and the most since, until backward came to it."""
         self.end: int | None = None
         """And when the whole forward had ended."""
 
@@ -175,6 +181,7 @@ class _Recorder(LiveBytes):
             if not _in_backward():
                 self.stop = _autograd_nodes()
                 self.after.append(self.current)
+                self.small_after = self.loss_small = self.small
                 self._enter(("between", len(self.starts)))
 
         with ExitStack() as stack:
@@ -215,7 +222,9 @@ class _Recorder(LiveBytes):
             segments=tuple(segments),
             loss=self.peaks["between", last] - self.after[last],
             peak=self.peak,
-            small=self.small,
+            small=self.small_after / self.after[last] if self.after[last] else 1.0,
+            loss_small=self.loss_small - self.small_after,
+            loss_large=max(0, self.most_large - (self.after[last] - self.small_after)),
             left=self.current,
             work=sum(self.work.values(), Work()),
         )
@@ -274,6 +283,8 @@ class _Recorder(LiveBytes):
     def _grow(self, size: int, before: int = 0) -> None:
         super()._grow(size, before)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.current)
+        if self.phase == ("between", len(self.starts)):
+            self.loss_small = max(self.loss_small, self.small)
 
 
 def _in_backward() -> bool:

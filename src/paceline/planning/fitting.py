@@ -12,8 +12,7 @@ from paceline.config import Execution, Recipe
 from paceline.data.loader import move
 from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
-from paceline.memory.fit import measured, on_shapes_or_for_real, peak_with, small_part
-from paceline.memory.footprint import activation_gaps
+from paceline.memory.fit import heap_with, measured, on_shapes_or_for_real, peak_with
 from paceline.memory.meter import saved_bytes
 from paceline.memory.plan import Level
 from paceline.memory.recompute import levels_of
@@ -101,18 +100,21 @@ def fit_run(
             process=process,
             batch=storage_bytes(batch),
         )
-        small = small_part(model, step) if device.type == "cpu" else 0.0
-        room = there.room(budget.size, small=small)
+        on_cpu = device.type == "cpu"
+        room = max(0, budget.size - there.during_backward)
         slower, note = None, None
         if execution.recompute == "auto":
-            fitted, note = measured(model, step, room)
+            fitted, note = measured(model, step, room, gaps=on_cpu)
             levels, activations, slower = fitted.levels, fitted.peak, fitted.slower
             told, needed = str(fitted), fitted.least
         else:
             levels = levels_of(model, execution.recompute)
             activations = peak_with(model, step, levels)
             told = needed = f"activations {show_size(activations)}"
-    with_gaps = activations + activation_gaps(activations, small=small)
+    with_gaps = activations
+    if on_cpu:
+        heap = heap_with(model, step, levels)
+        with_gaps = heap.needed(heap.loss)
     peak, moment = there.peak(with_gaps)
     if peak > budget.size:
         auto = execution.recompute == "auto" or not levels

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from paceline.memory.footprint import Footprint, Moment, activation_gaps
+from paceline.memory.footprint import Footprint, Moment
+from paceline.memory.gaps import Heap
 from paceline.memory.plan import BlockCost, Level, Option, choose, least, peak
 
 __all__ = ["Cell", "Costs", "Mode", "between", "cell"]
@@ -27,7 +28,7 @@ class Costs:
         blocks: in the order of their forwards.
         loss: most bytes behind the last block, on top of all that is held.
         seconds: a forward and backward in which nothing is recomputed.
-        small: the part of their bytes, 0 to 1, in tensors that share a CPU's heap.
+        heap: how the process holds it; ``None``: as a GPU, tensor by tensor.
     """
 
     micro_batch: int
@@ -35,7 +36,7 @@ class Costs:
     blocks: tuple[BlockCost, ...]
     loss: int
     seconds: float
-    small: float = 0.0
+    heap: Heap | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,13 @@ def between(looked_at: Sequence[Costs], micro_batch: int) -> Costs:
         held, backward = mixed(a.held, b.held), mixed(a.backward, b.backward)
         return Option(level=a.level, held=held, backward=backward, seconds=seconds)
 
+    heap = above.heap
+    if heap is not None and below.heap is not None:
+        heap = Heap(
+            small=max(below.heap.small, heap.small),
+            loss=mixed(below.heap.loss, heap.loss),
+            beside=mixed(below.heap.beside, heap.beside),
+        )
     return Costs(
         micro_batch=micro_batch,
         fixed=mixed(below.fixed, above.fixed),
@@ -86,7 +94,7 @@ def between(looked_at: Sequence[Costs], micro_batch: int) -> Costs:
         ),
         loss=mixed(below.loss, above.loss),
         seconds=below.seconds + (above.seconds - below.seconds) * part,
-        small=max(below.small, above.small),
+        heap=heap,
     )
 
 
@@ -98,14 +106,20 @@ def cell(costs: Costs, there: Footprint, mode: Mode, budget: int) -> Cell | None
     if any(levels[name] not in those for name, those in known.items()):
         return None
     activations = peak(costs.blocks, levels, fixed=costs.fixed, loss=costs.loss)
-    gaps = activation_gaps(activations, small=costs.small)
-    most, moment = there.peak(activations + gaps)
+    needed = activations
+    if costs.heap is not None:
+        needed = costs.heap.needed(peak(costs.blocks, levels, fixed=costs.fixed, loss=costs.heap.loss))
+    most, moment = there.peak(needed)
     added = sum(block.at(levels[block.name]).seconds for block in costs.blocks)
     slower = 1 + added / costs.seconds if costs.seconds else 1.0
-    return Cell(levels=levels, activations=activations, gaps=gaps, peak=most, moment=moment, slower=slower)
+    return Cell(
+        levels=levels, activations=activations, gaps=needed - activations, peak=most, moment=moment, slower=slower
+    )
 
 
 def _auto(costs: Costs, there: Footprint, budget: int) -> Mapping[str, Level]:
-    room = there.room(budget, small=costs.small)
-    best = choose(costs.blocks, fixed=costs.fixed, loss=costs.loss, budget=room)
-    return (best or least(costs.blocks, fixed=costs.fixed, loss=costs.loss)).levels
+    room, loss = budget - there.during_backward, costs.loss
+    if costs.heap is not None:
+        room, loss = costs.heap.room(room), costs.heap.loss
+    best = choose(costs.blocks, fixed=costs.fixed, loss=loss, budget=room)
+    return (best or least(costs.blocks, fixed=costs.fixed, loss=loss)).levels

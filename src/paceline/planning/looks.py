@@ -157,7 +157,7 @@ def _costs(
         blocks=tuple(_available(block, recipe) for block in found.blocks),
         loss=found.loss,
         seconds=found.seconds,
-        small=found.small if recipe.device == "cpu" else 0.0,
+        heap=found.heap if recipe.device == "cpu" else None,
     )
 
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.config import Execution, Recipe
 from paceline.determinism import configure_process, flatten_state
-from paceline.memory.footprint import Footprint, gradient_sets, inbox_elements, state_gaps
-from paceline.memory.live import SMALL, LiveBytes, gradients_in_place, shapes_only
+from paceline.memory.footprint import Footprint, gradient_sets, inbox_elements
+from paceline.memory.gaps import SMALL, state_gaps
+from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only
 from paceline.optim import build_optimizer
 from paceline.reduction.buckets import assign
 from paceline.reduction.exchange import GRAIN
@@ -134,7 +135,7 @@ def footprint(
         inputs=batch * (1 + 2 * execution.loader_workers),
         copy=state.saved if in_host_memory else 0,
         copy_stays=execution.async_checkpoint and saves_midway,
-        gaps=state_gaps(state.small * long_lived) if in_host_memory else 0,
+        gaps=state_gaps(state.small * long_lived, recipe.precision) if in_host_memory else 0,
     )
 
 
