@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from paceline.determinism import forked_randomness
 from paceline.errors import ConfigError
 from paceline.memory.blocks import find_blocks
-from paceline.memory.gaps import Heap
 from paceline.memory.plan import Level, choose, least, peak, uniform
 from paceline.memory.profile import CPU, GPU, Profile, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import Recomputed, buffers_copied, is_compiled, set_levels
-from paceline.memory.simulate import LiveBytes, gradients_in_place, shapes_only
+from paceline.memory.simulate import shapes_only
 from paceline.sizes import parse_size, show_size
 
 T = TypeVar("T")
 
-__all__ = ["Fit", "fit", "heap_with", "measured", "on_shapes_or_for_real", "peak_with", "undisturbed"]
+__all__ = ["Fit", "fit", "measured", "on_shapes", "on_shapes_or_for_real", "peak_with", "undisturbed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,32 +154,21 @@ def peak_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str,
     return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))[0]
 
 
-def heap_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str, Level]) -> Heap:
-    """How a forward and backward with these levels uses a CPU's heap; its most there is ``loss``."""
-
-    def count() -> Heap:
-        set_levels(model, levels)
-        try:
-            with gradients_in_place(model), LiveBytes() as live:
-                step().backward()
-        finally:
-            set_levels(model, {})
-        return Heap(small=1.0, loss=live.most_small, beside=live.most_large)
-
-    return on_shapes_or_for_real(model, count)[0]
-
-
 def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> tuple[T, str | None]:
     """What ``count`` gives on shapes alone, or on real tensors if it must be, and why then; blocks run eagerly, and
     nothing is left changed."""
-    with _as_written(model):
-        try:
-            with undisturbed(model), shapes_only(model):
-                return count(), None
-        except Exception as error:  # a forward may look at numbers, in any way; if it is something else, it comes again
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        with undisturbed(model):
-            return count(), why
+    try:
+        return on_shapes(model, count), None
+    except Exception as error:  # a forward may look at numbers, in any way; if it is something else, it comes again
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+    with _as_written(model), undisturbed(model):
+        return count(), why
+
+
+def on_shapes(model: nn.Module, count: Callable[[], T]) -> T:
+    """What ``count`` gives on shapes alone; raises whatever it does where it needs numbers."""
+    with _as_written(model), undisturbed(model), shapes_only(model):
+        return count()
 
 
 def _without_selective(costs: Profile) -> Profile:

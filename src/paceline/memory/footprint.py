@@ -63,19 +63,20 @@ class Footprint:
         """What is there in a micro-batch besides its activations."""
         return self.always + (self.copy if self.copy_stays else 0)
 
-    def at(self, moment: Moment, activations: int) -> int:
+    def at(self, moment: Moment, activations: int, left: int = 0) -> int:
         """Bytes at that moment.
 
         Args:
             activations: most bytes that a micro-batch's forward and backward need on top of what is there, with
                 their gaps.
+            left: what the heap keeps of that afterwards.
         """
         if moment == "backward":
             return self.during_backward + activations
-        return self.always + self.copy if moment == "save" else self.during_backward + self.optimizer_work
+        return left + (self.always + self.copy if moment == "save" else self.during_backward + self.optimizer_work)
 
-    def peak(self, activations: int) -> tuple[int, Moment]:
-        """The most bytes at any moment, and which it is; the earliest of equal ones.
+    def peak(self, activations: int, left: int = 0) -> tuple[int, Moment]:
+        """The most bytes at any moment, and which it is; the earliest of equal ones. Arguments as for `at`.
 
         >>> sizes = dict(process=300, parameters=100, buffers=0, gradients=100, lane_sums=200, optimizer=200)
         >>> sizes |= dict(optimizer_work=0, exchange=50, inputs=1, copy=300, copy_stays=False)
@@ -83,8 +84,8 @@ class Footprint:
         ((1951, 'backward'), (1251, 'save'))
         """
         moments: tuple[Moment, ...] = ("backward", "update", "save")
-        most = max(moments, key=lambda moment: self.at(moment, activations))
-        return self.at(most, activations), most
+        most = max(moments, key=lambda moment: self.at(moment, activations, left))
+        return self.at(most, activations, left), most
 
 
 def gradient_sets(*, lanes: int, workers: int) -> int:

@@ -160,12 +160,15 @@ def profile(
         loss=loss,
         work=kept.work,
         seconds=rates.seconds(kept.work),
-        heap=Heap(
-            small=kept.small,
-            loss=loss - round(kept.small * (kept.loss - kept.loss_small)),
-            beside=round(kept.small * kept.loss_large),
-        ),
+        heap=_heap(kept, loss, sums["keep"]),
     )
+
+
+def _heap(kept: Trace, loss: int, sums: _Sums) -> Heap:
+    small_loss = loss - round(kept.small * (kept.loss - kept.loss_small))
+    turnover = min(max(sums.most[1:], default=0) + small_loss, kept.peak // 2)
+    beside = round(kept.small * kept.loss_large)
+    return Heap(small=kept.small, loss=small_loss, beside=beside, turnover=round(kept.small * turnover))
 
 
 def simulated_peak(

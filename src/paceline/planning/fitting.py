@@ -12,12 +12,16 @@ from paceline.config import Execution, Recipe
 from paceline.data.loader import move
 from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
-from paceline.memory.fit import heap_with, measured, on_shapes_or_for_real, peak_with
+from paceline.memory.fit import measured, on_shapes, on_shapes_or_for_real, peak_with
+from paceline.memory.gaps import Heap
 from paceline.memory.meter import saved_bytes
 from paceline.memory.plan import Level
-from paceline.memory.recompute import levels_of
+from paceline.memory.plan import peak as peak_of
+from paceline.memory.profile import CPU, Profile, profile
+from paceline.memory.recompute import levels_of, set_levels
 from paceline.memory.simulate import shapes_only
 from paceline.planning.budget import budget_of
+from paceline.planning.looks import blocks_of
 from paceline.planning.state import footprint, state_of, storage_bytes
 from paceline.sizes import show_size
 from paceline.tasks import Task
@@ -106,23 +110,30 @@ def fit_run(
         if execution.recompute == "auto":
             fitted, note = measured(model, step, room, gaps=on_cpu)
             levels, activations, slower = fitted.levels, fitted.peak, fitted.slower
+            if on_cpu:
+                with_gaps, left = _with_gaps(fitted.profile, levels)
             told, needed = str(fitted), fitted.least
         else:
             levels = levels_of(model, execution.recompute)
             activations = peak_with(model, step, levels)
+            if on_cpu:
+                named = blocks_of(model, execution)
+                try:
+                    costs = on_shapes(model, lambda: profile(step, model, named, set_levels, rates=CPU))
+                    with_gaps, left = _with_gaps(costs, levels)
+                except Exception:  # as in `on_shapes_or_for_real`; but other levels may not fit, so none is tried
+                    heap = Heap(small=1.0, loss=activations, beside=0, turnover=activations // 2)
+                    with_gaps, left = heap.needed(activations), heap.left
             told = needed = f"activations {show_size(activations)}"
-    with_gaps = activations
-    if on_cpu:
-        heap = heap_with(model, step, levels)
-        with_gaps = heap.needed(heap.loss)
-    peak, moment = there.peak(with_gaps)
+    if not on_cpu:
+        with_gaps, left = activations, 0
+    peak, moment = there.peak(with_gaps, left)
     if peak > budget.size:
         auto = execution.recompute == "auto" or not levels
         raise ConfigError(
             "cannot fit the run",
             found=f"{show_size(budget.size)} for each worker ({budget.source})",
-            needed=f"{show_size(peak)}: {show_size(there.at(moment, with_gaps) - activations)} besides activations, "
-            f"and for these {needed}"
+            needed=f"{show_size(peak)}: {show_size(peak - activations)} besides activations, and for these {needed}"
             if moment == "backward"
             else f"{show_size(peak)} for the {moment}, whatever is recomputed",
             fix=("" if auto else "Set execution.recompute: auto, or see ")
@@ -142,3 +153,12 @@ def fit_run(
         blocks={path: (saved.modules[path].packed, saved.modules[path].held) for path in levels},
         note=note,
     )
+
+
+def _with_gaps(costs: Profile, levels: Mapping[str, Level]) -> tuple[int, int]:
+    """Bytes of a forward and backward on a CPU, with the gaps of its heap, and what it keeps of them; as in `paceline
+    plan`."""
+    assert costs.heap is not None
+    every = {block.name: levels.get(block.name, "keep") for block in costs.blocks}
+    needed = costs.heap.needed(peak_of(costs.blocks, every, fixed=costs.fixed, loss=costs.heap.loss))
+    return needed, costs.heap.left

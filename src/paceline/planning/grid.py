@@ -45,7 +45,8 @@ class Cell:
 
     Args:
         levels: of each block.
-        activations: most bytes of a forward and backward on top of the footprint; ``gaps``: between them.
+        activations: most bytes of a forward and backward on top of the footprint; ``gaps``: between them, or left of
+            them at ``moment``.
         peak: most bytes of a worker, ``moment``: when that is.
         slower: seconds of a forward and backward, relative to those without recompute.
     """
@@ -84,6 +85,7 @@ def between(looked_at: Sequence[Costs], micro_batch: int) -> Costs:
             small=max(below.heap.small, heap.small),
             loss=mixed(below.heap.loss, heap.loss),
             beside=mixed(below.heap.beside, heap.beside),
+            turnover=mixed(below.heap.turnover, heap.turnover),
         )
     return Costs(
         micro_batch=micro_batch,
@@ -106,15 +108,15 @@ def cell(costs: Costs, there: Footprint, mode: Mode, budget: int) -> Cell | None
     if any(levels[name] not in those for name, those in known.items()):
         return None
     activations = peak(costs.blocks, levels, fixed=costs.fixed, loss=costs.loss)
-    needed = activations
+    needed, left = activations, 0
     if costs.heap is not None:
         needed = costs.heap.needed(peak(costs.blocks, levels, fixed=costs.fixed, loss=costs.heap.loss))
-    most, moment = there.peak(needed)
+        left = costs.heap.left
+    most, moment = there.peak(needed, left)
     added = sum(block.at(levels[block.name]).seconds for block in costs.blocks)
     slower = 1 + added / costs.seconds if costs.seconds else 1.0
-    return Cell(
-        levels=levels, activations=activations, gaps=needed - activations, peak=most, moment=moment, slower=slower
-    )
+    gaps = needed - activations if moment == "backward" else left
+    return Cell(levels=levels, activations=activations, gaps=gaps, peak=most, moment=moment, slower=slower)
 
 
 def _auto(costs: Costs, there: Footprint, budget: int) -> Mapping[str, Level]:

@@ -40,7 +40,7 @@ def lines(there: Footprint, costs: Costs, cell: Cell, notes: Mapping[str, str]) 
         Line(what="exchange", size=there.exchange),
         Line(what="checkpoint's copy", size=there.copy, counted=cell.moment == "save" or there.copy_stays),
         Line(what="batches", size=there.inputs),
-        Line(what="gaps", size=there.gaps + (cell.gaps if in_backward else 0)),
+        Line(what="gaps", size=there.gaps + cell.gaps),
         *_activations(costs, cell, counted=in_backward),
     ]
     return [

@@ -26,8 +26,10 @@ from paceline.tasks import Task
 
 __all__ = ["State", "build", "footprint", "process_bytes", "state_of", "storage_bytes"]
 
-LIBRARIES = 96 * 2**20
-"""Resident pages of torch's files, at most, in a process that trains on a CPU."""
+LIBRARIES = 88 * 2**20
+"""Resident pages of torch's files in a process that trains on a CPU."""
+PLANNING = 12 * 2**20
+"""What is left of planning in a worker that plans for itself."""
 CUDA_CONTEXT = 600 * 2**20
 """An estimate: driver, kernels and the libraries' workspaces, of which torch's allocator does not know."""
 
@@ -40,8 +42,8 @@ class State:
         count: parameters, a tied one once; ``trained``: those that require a gradient.
         buckets: elements of each bucket of gradients, by bytes of an element.
         saved: what a checkpoint holds.
-        small: the part of the parameters' bytes, 0 to 1, in tensors that share a CPU's heap; that of gradients and
-            optimizer state is about the same.
+        small: the part of the parameters' bytes, 0 to 1, in tensors that share a CPU's heap; about that of the
+            optimizer's state.
         unknown: why the optimizer's state is not all in here, if so.
     """
 
@@ -120,11 +122,11 @@ def footprint(
     sets = gradient_sets(lanes=lanes, workers=workers)
     one_set = sum(size * sum(sizes) for size, sizes in state.buckets.items())
     in_host_memory = recipe.device == "cpu"  # a GPU's copy for a checkpoint lies there
-    long_lived = state.parameters + sets * one_set + state.optimizer
+    plans = execution.memory is not None or execution.recompute == "auto"
     last = min(recipe.steps or math.inf, execution.stop_at or math.inf)
     saves_midway = execution.checkpoint_every is not None and execution.checkpoint_every < last
     return Footprint(
-        process=process,
+        process=process + (PLANNING if plans and in_host_memory else 0),
         parameters=state.parameters,
         buffers=state.buffers,
         gradients=one_set,
@@ -135,7 +137,7 @@ def footprint(
         inputs=batch * (1 + 2 * execution.loader_workers),
         copy=state.saved if in_host_memory else 0,
         copy_stays=execution.async_checkpoint and saves_midway,
-        gaps=state_gaps(state.small * long_lived, recipe.precision) if in_host_memory else 0,
+        gaps=state_gaps(state.small * state.optimizer, recipe.precision) if in_host_memory else 0,
     )
 
 
@@ -143,8 +145,8 @@ def process_bytes(recipe: Recipe) -> int:
     """What a worker needs before it has a model: measured on this very process, which has imported what a worker does,
     after a first tiny step; on CUDA an estimate.
 
-    A worker that was forked has touched little of the libraries' code as yet. `LIBRARIES` is counted for that, about as
-    much as in a process that imported them itself: so `paceline plan` and a run say the same.
+    A worker that was forked has touched little of the libraries' code as yet. `LIBRARIES` is counted for that, wherever
+    it was measured: so `paceline plan` and a run say the same.
     """
     if recipe.device == "cuda":
         return CUDA_CONTEXT
@@ -153,7 +155,7 @@ def process_bytes(recipe: Recipe) -> int:
     layer(torch.zeros(8, 64)).sum().backward()
     torch.optim.AdamW(layer.parameters(), fused=True).step()
     memory = psutil.Process().memory_info()
-    return int(memory.rss) + max(0, LIBRARIES - int(getattr(memory, "shared", LIBRARIES)))
+    return int(memory.rss) - int(getattr(memory, "shared", LIBRARIES)) + LIBRARIES
 
 
 def storage_bytes(tree: Any) -> int:
