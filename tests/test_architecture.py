@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "train": "errors config determinism env events memory run_dir parsing planning optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
     "verify": "errors config env events faults run_dir parsing checkpoint",
+    "doctor": "errors callsite env stacks supervisor",
     "cli": "*",
     "__main__": "cli",
     "__init__": "*",
