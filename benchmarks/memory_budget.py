@@ -3,8 +3,8 @@
 Each row is a process of its own that trains for real with one worker: `paceline.train` with ``execution.memory`` as its
 budget, or plain DDP with every other block recomputed by `torch.utils.checkpoint`, as people do by hand. All steps have
 the same samples, whatever the micro-batch. The processes wait for their turn: one step of each, one after the other,
-round by round (two budgets at a time, on two cores); tokens/s is the median over the rounds, and of two rows the median of the rounds' ratios is compared.
-The peak is the kernel's, of the whole process (VmHWM).
+round by round (two budgets at a time, on two cores); tokens/s is the median over the rounds, and of two rows the median
+of the rounds' ratios is compared. The peak is the kernel's, of the whole process (VmHWM).
 
 For each budget: the largest micro-batch that fits with none, every:2, all and auto, by the plan; and at each of these
 auto beside the best uniform choice that fits, of every:4, every:3, every:2 and all. DDP has the largest micro-batch of

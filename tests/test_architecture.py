@@ -79,7 +79,7 @@ MAY_IMPORT = {
 # What may be named only there: pattern of the dotted name -> modules or files.
 ONLY_IN = {
     r"os\.(environb?|getenv|putenv|unsetenv)": {"env"},
-    r"torch\.distributed(\..*)?": {"team", "template"},
+    r"torch\.distributed(\..*)?": {"team", "template", "doctor"},
     r"torch\.(random\.)?(manual_seed|seed|set_rng_state)": {"determinism"},
     r"torch\.default_generator(\..*)?": {"determinism"},
     r"(np|numpy)\.random\.seed|random\.seed": {"determinism"},
@@ -98,7 +98,7 @@ ONLY_IN = {
         "team",
         "worker",
     },
-    r"torch\.(load|save|jit\.load)": set(),
+    r"torch\.(load|save|jit\.load)": {"doctor"},  # which watches those of a user
 }
 
 
