@@ -6,14 +6,15 @@
 the loss, lanes, workers)
 
 * activations: the plan's, from shapes alone, against the most bytes of tensors alive in a real forward and backward
-(`LiveBytes`; without what was there before), in a process of its own. Beside it how much that process grew, which holds
-what kernels take for themselves, too. * worker: "most at once" of `paceline plan CONFIG` against VmHWM, the kernel's
-"high water mark" of resident memory, of the worker of a real `paceline train CONFIG` that has the most: six steps of
-two micro-batches a lane, since gaps in the heap grow for some, with a checkpoint after the fourth and the last. Pages
-that a worker shares with the process it was forked from count in full. A checkpoint that is written in the background
-counts as there when the next step is at its peak, which on a fast disk it is not: so these save in the foreground. *
-verdict: `paceline plan CONFIG --memory X` must refuse if X is one byte less than what the run had, or it would say
-"fits" of what does not. With ``recompute: auto``, which chooses anew for X, the run must keep its own budget.
+  (`LiveBytes`; without what was there before), in a process of its own. Beside it how much that process grew, which
+  holds what kernels take for themselves, too.
+* worker: "most at once" of `paceline plan CONFIG` against VmHWM, the kernel's "high water mark" of resident memory, of
+  the worker of a real `paceline train CONFIG` that has the most: six steps of two micro-batches a lane, since gaps in
+  the heap grow for some, with a checkpoint after the fourth and the last. Pages that a worker shares with the process
+  it was forked from count in full. A checkpoint that is written in the background counts as there when the next step is
+  at its peak, which on a fast disk it is not: so these save in the foreground.
+* verdict: `paceline plan CONFIG --memory X` must refuse if X is one byte less than what the run had, or it would say
+  "fits" of what does not. With ``recompute: auto``, which chooses anew for X, the run must keep its own budget.
 
 Bars: activations within 5 %, the worker within 10 %, and never "fits" of what does not.
 
