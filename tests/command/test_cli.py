@@ -15,7 +15,7 @@ import yaml
 from paceline.cli import main, running, tools
 from paceline.parsing import dump, parse
 
-COMMANDS = ["train", "prepare", "sample", "verify", "order", "completion"]
+COMMANDS = ["train", "prepare", "sample", "verify", "order", "doctor", "completion"]
 
 
 def run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from paceline.cli import planning, running, tools
+from paceline.cli import doctor, planning, running, tools
 from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, PacelineError, did_you_mean
 
 __all__ = ["main"]
@@ -26,13 +26,14 @@ Data-parallel training whose result does not depend on the workers.
   verify [CONFIG]          the same bits for other numbers of workers?
   order                    which lane sees which sample
   plan [CONFIG]            what a run will need, and what fits
+  doctor SCRIPT            the data-parallel mistakes in a plain PyTorch script
   completion bash|zsh      completions for your shell
 
   --version                print the version
   --help                   this; `paceline COMMAND --help` for more
 
-Exit codes: 0 done; 1 your code failed, or bits differ; 2 usage or configuration; 75 preempted, go on with --resume;
-130 Ctrl-C."""
+Exit codes: 0 done; 1 your code failed, bits differ, or the doctor found something; 2 usage or configuration;
+75 preempted, go on with --resume; 130 Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,6 +89,7 @@ def _dispatch(words: list[str]) -> int:
         "verify": running.verify,
         "order": tools.order,
         "plan": planning.plan,
+        "doctor": doctor.doctor,
         "completion": tools.completion,
     }
     if not words or words[0] in ("-h", "--help", "help"):

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from paceline.errors import EXIT_DONE, ConfigError, did_you_mean
+from paceline.cli.options import Parser
+from paceline.errors import EXIT_DONE, ConfigError
 
 __all__ = ["completion", "order", "prepare", "sample"]
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors have four beats, and no abbreviated options."""
-
-    def __init__(self, command: str, about: str) -> None:
-        super().__init__(prog=f"paceline {command}", description=about, allow_abbrev=False)
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """The options in ``words``; raises `ConfigError`."""
-        options, unknown = self.parse_known_args(words)
-        if unknown:
-            fix = did_you_mean(unknown[0], self.names()) if unknown[0].startswith("-") else f"See `{self.prog} --help`"
-            raise ConfigError(
-                f"cannot read `{self.prog}`", found=f"an unknown {unknown[0]}", needed="known options", fix=fix
-            )
-        return options
-
-    def names(self) -> list[str]:
-        """All options."""
-        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"cannot read `{self.prog}`: {message}", fix=f"See `{self.prog} --help`")
-
-
-def _prepare_parser() -> _Parser:
-    parser = _Parser("prepare", "Text or jsonl to token files that `paceline train` reads.")
+def _prepare_parser() -> Parser:
+    parser = Parser("prepare", "Text or jsonl to token files that `paceline train` reads.")
     parser.add_argument("sources", nargs="+", metavar="SRC", help="a file, a folder, or python-stdlib")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist")
     parser.add_argument(
@@ -97,8 +72,8 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write one as 20MB or 4GiB") from None
 
 
-def _sample_parser() -> _Parser:
-    parser = _Parser("sample", "Text from the newest good checkpoint of a run.")
+def _sample_parser() -> Parser:
+    parser = Parser("sample", "Text from the newest good checkpoint of a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="at most so many (256)")
@@ -128,8 +103,8 @@ def sample(words: list[str]) -> int:
     return EXIT_DONE
 
 
-def _order_parser() -> _Parser:
-    parser = _Parser("order", "Which samples each lane sees in an epoch, in order. Workers do not come into it.")
+def _order_parser() -> Parser:
+    parser = Parser("order", "Which samples each lane sees in an epoch, in order. Workers do not come into it.")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="size of the data")
     parser.add_argument("--lanes", type=int, default=8, metavar="L", help="(8)")
     parser.add_argument("--order", default="sequential", choices=["sequential", "cipher", "permutation"])
@@ -171,10 +146,11 @@ complete -o default -F _paceline paceline
 
 
 def completion(words: list[str]) -> int:
-    parser = _Parser("completion", "Prints completions; add `source <(paceline completion bash)` to ~/.bashrc.")
+    parser = Parser("completion", "Prints completions; add `source <(paceline completion bash)` to ~/.bashrc.")
     parser.add_argument("shell", choices=["bash", "zsh"])
     shell = parser.read(words).shell
 
+    from paceline.cli.doctor import doctor_parser
     from paceline.parsing import describe
 
     settings = [f"--{name}" for name, _, _ in describe()] + ["--run-dir", "--config", "--help"]
@@ -186,6 +162,7 @@ def completion(words: list[str]) -> int:
         "launch": ["-n", "-m", "--workers", "--help"],
         "sample": _sample_parser().names(),
         "order": _order_parser().names(),
+        "doctor": doctor_parser().names(),
     }
     cases = "\n".join(f'            {command}) words="{" ".join(names)}" ;;' for command, names in options.items())
     if shell == "zsh":

@@ -1,0 +1,125 @@
+"""The subcommand doctor: what is wrong with a plain PyTorch script. Takes the words behind its name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli.options import Parser
+from paceline.errors import EXIT_BAD_USAGE, EXIT_DONE, EXIT_FAILED, ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from paceline.doctor import Examination
+
+__all__ = ["doctor", "doctor_parser"]
+
+_ABOUT = """\
+Finds the data-parallel mistakes in a plain PyTorch training script, made for torchrun: reads it, then runs it under a
+few workers on this machine's CPU. What stands behind `--` goes to the script. Files that it writes go to a scratch
+folder. `# paceline: ignore[ID]` on a line silences a rule there. Exit code 0: clean, or advice only; 1: something was
+found; 2: could not look."""
+
+
+def doctor_parser() -> Parser:
+    parser = Parser("doctor", _ABOUT, otherwise="What is meant for the script goes behind `--`")
+    parser.add_argument("script", nargs="?", type=Path, metavar="SCRIPT", help="a Python file that trains with DDP")
+    parser.add_argument("--static", action="store_true", help="only read it: nothing of it is imported or run")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="ranks to start (2)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="end the run after so many steps (20)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="or after so many seconds (120)")
+    parser.add_argument("--in-place", action="store_true", help="what it writes really goes where it says")
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="text (default) or json")
+    parser.add_argument("--select", type=_ids, default=(), metavar="ID,ID", help="only these rules")
+    parser.add_argument("--ignore", type=_ids, default=(), metavar="ID,ID", help="all rules but these")
+    parser.add_argument("--explain", metavar="ID", help="tell about a rule, with examples, and end; `all` lists them")
+    return parser
+
+
+def doctor(words: list[str]) -> int:
+    cut = words.index("--") if "--" in words else len(words)
+    parser = doctor_parser()
+    options = parser.read(words[:cut])
+    try:
+        if options.explain is not None:
+            print(_explained(options.explain))
+            return EXIT_DONE
+        return _look(options, words[cut + 1 :])
+    except UsageError as error:  # here it is the command line's
+        raise ConfigError(error.problem, found=error.found, needed=error.needed, fix=error.fix) from None
+
+
+def _explained(name: str) -> str:
+    from paceline.doctor.rules import RULES, explain
+
+    if name != "all":
+        return explain(name).rstrip()
+    lines: list[str] = []
+    family: str | None = None
+    for rule in RULES.values():
+        if rule.family != family:
+            lines += [""] * bool(lines) + [rule.family]
+            family = rule.family
+        lines.append(f"  {rule.id:<30} {rule.severity:<8} {rule.title}")
+    return "\n".join(lines)
+
+
+def _look(options: argparse.Namespace, arguments: list[str]) -> int:
+    script = _script(options.script)
+    for name, least in (("workers", 2), ("steps", 1), ("timeout", 1)):
+        if not (value := getattr(options, name)) >= least:  # NaN is not either
+            raise ConfigError(
+                "cannot run a script",
+                found=f"--{name} {value:g}",
+                needed=f"at least {least}",
+                fix=f"Write --{name} {least}, or --static to read the script only",
+            )
+
+    from paceline.doctor import examine
+    from paceline.doctor.examine import Limits
+    from paceline.doctor.findings import as_json, as_text
+
+    limits = None
+    if not options.static:
+        limits = Limits(
+            workers=options.workers, steps=options.steps, timeout_s=options.timeout, in_place=options.in_place
+        )
+        told = f"running {script} in {limits.workers} workers: {limits.steps} steps, {limits.timeout_s:g} s at most"
+        print(f"paceline: {told}", file=sys.stderr, flush=True)
+    seen = examine(script, arguments, limits=limits, select=options.select, ignore=options.ignore)
+    if options.format == "json":
+        print(as_json(seen.findings, seen.notes))
+    elif seen.looked:
+        print(as_text(seen.findings, seen.notes))
+    else:
+        _say_why_not(script, seen)
+    if not seen.looked:
+        return EXIT_BAD_USAGE
+    return EXIT_FAILED if seen.sick else EXIT_DONE
+
+
+def _say_why_not(script: Path, seen: Examination) -> None:
+    for note in seen.notes:
+        print(f"paceline: error: cannot look at {script}: {note}", file=sys.stderr)
+
+
+def _script(given: Path | None) -> Path:
+    """The script, which is there."""
+    if given is not None and given.is_file():
+        return given
+    raise ConfigError(
+        "cannot look at a script",
+        found="no script" if given is None else f"no file {given}",
+        needed="the path of a Python file",
+        fix="Write paceline doctor train.py -- ARGUMENTS OF train.py",
+    )
+
+
+def _ids(text: str) -> tuple[str, ...]:
+    """Ids between commas.
+
+    >>> _ids("uneven-inputs, rank-local-skip")
+    ('uneven-inputs', 'rank-local-skip')
+    """
+    return tuple(name for part in text.split(",") if (name := part.strip()))
