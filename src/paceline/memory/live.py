@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError
+from paceline.memory.fakes import Fakes, Watcher, current_fakes
 from paceline.memory.gaps import SMALL
 
 __all__ = ["LiveBytes", "gradients_in_place", "shapes_only", "tensors_in"]
@@ -22,7 +22,7 @@ _OF_UNKNOWN_SIZE = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_
 """Fake tensors give these an empty workspace; really it is most of what an LSTM keeps."""
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes:
     """Adds up the bytes of all tensors that come to life while it is on, until they die. Fake tensors count as real.
 
     What counts are storages: views, in-place operators and outputs that are inputs add nothing, and neither do tensors
@@ -48,26 +48,25 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
         self.small = self.most_small = self.most_large = 0
         self._alive: dict[int, tuple[int, object, weakref.ref[object]]] = {}
+        self._on = ExitStack()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap each call once more, and import its compiler for that, which takes a second."""
-        return False
+    def __enter__(self) -> Self:
+        fakes = current_fakes()
+        self._on.enter_context(_Watching(self) if fakes is None else fakes.watched_by(self))
+        return self
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Called by torch for each operator."""
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # two thirds of all calls ask a fake tensor for its device
-            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
-        self._before()
-        result = func(*args, **kwargs)
-        outputs = tensors_in(result)
+    def __exit__(self, *error: object) -> None:
+        self._on.close()
+
+    def begins(self, func: Any) -> None:
+        """Before each operator."""
+
+    def ends(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """After each operator."""
+        given, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if func._schema.name in _OF_UNKNOWN_SIZE and any(hasattr(output, "fake_device") for output in outputs):
             raise UsageError(
                 "cannot count memory on shapes alone",
@@ -75,15 +74,13 @@ class LiveBytes(TorchDispatchMode):
                 needed="operators whose result's size follows from the shapes",
                 fix="Measure on real tensors",
             )
-        changed = [self._note(tensor, func, args, kwargs) for tensor in outputs]
-        self._after(func, args, kwargs, result, outputs, touched=any(changed) or func._schema.is_mutable)
-        return result
+        there = {tensor.untyped_storage()._cdata for tensor in given}
+        made = [output for output in outputs if self._note(output.untyped_storage(), func, there)]
+        if made or func._schema.is_mutable:
+            self._touched(func, args, kwargs, result, [*given, *outputs])
 
-    def _before(self) -> None:
-        """Before each operator; for those that want to know."""
-
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, touched: bool) -> None:
-        """After each operator; ``touched``: it wrote memory."""
+    def _touched(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]) -> None:
+        """After each operator that wrote memory; ``tensors``: those that it was given and gave."""
 
     def _mark(self, func: Any) -> object:
         """What a storage that ``func`` brings to life now is remembered with."""
@@ -93,9 +90,8 @@ class LiveBytes(TorchDispatchMode):
         self.current -= size
         self.small -= size if size < SMALL else 0
 
-    def _note(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-        """Counts an output's storage if it is new; whether it is."""
-        storage = tensor.untyped_storage()
+    def _note(self, storage: torch.UntypedStorage, func: Any, there: set[int]) -> bool:
+        """Counts an output's storage if it is new; whether it is. ``there``: those that ``func`` was given."""
         key, size = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is not None:
@@ -103,14 +99,11 @@ class LiveBytes(TorchDispatchMode):
                 self._alive[key] = (size, *known[1:])
                 self._grow(size, known[0])
             return False
-        if any(key == given.untyped_storage()._cdata for given in tensors_in((args, kwargs))):
+        if key in there:
             return False
         # A storage's Python object lives as long as the storage, whoever holds that.
-        self._alive[key] = (
-            size,
-            self._mark(func),
-            weakref.ref(storage, lambda _: self._gone(*self._alive.pop(key)[:2])),
-        )
+        dies: weakref.ref[object] = weakref.ref(storage, lambda _: self._gone(*self._alive.pop(key)[:2]))
+        self._alive[key] = (size, self._mark(func), dies)
         self._grow(size)
         return True
 
@@ -123,11 +116,38 @@ class LiveBytes(TorchDispatchMode):
         self.most_large = max(self.most_large, self.current - self.small)
 
 
+class _Watching(TorchDispatchMode):
+    """Tells of operators on real tensors."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watcher = watcher
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap each call once more, and import its compiler for that, which takes a second."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each operator."""
+        kwargs = kwargs or {}
+        self._watcher.begins(func)
+        result = func(*args, **kwargs)
+        self._watcher.ends(func, args, kwargs, result)
+        return result
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in nested arguments or results of an operator that have a storage."""
     if isinstance(tree, Tensor):
         return [tree] if tree.layout is torch.strided else []
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for each in tree for tensor in tensors_in(each)]
 
 
 @contextmanager
@@ -154,10 +174,8 @@ def shapes_only(*models: nn.Module) -> Iterator[None]:
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedOperatorException,
     )
-    # Tensors that a model holds outside of its buffers are taken for fake ones of the same shape.
-    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with mode, ExitStack() as stack:
+        with Fakes(), ExitStack() as stack:
             for model in models:
                 stack.enter_context(_faked(model))
             yield

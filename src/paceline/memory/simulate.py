@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only, tensors_in
+from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only
 
 __all__ = ["LiveBytes", "Segment", "Trace", "Work", "gradients_in_place", "shapes_only", "simulate"]
 
@@ -146,7 +146,8 @@ class _Recorder(LiveBytes):
         self.freed: defaultdict[tuple[_Phase, _Phase], int] = defaultdict(int)
         """Bytes by the phases in which they came and went."""
         self.freed_cheap: defaultdict[tuple[_Phase, _Phase], int] = defaultdict(int)
-        self.work: defaultdict[_Phase, Work] = defaultdict(Work)
+        self.flops: defaultdict[_Phase, int] = defaultdict(int)
+        self.moved: defaultdict[_Phase, int] = defaultdict(int)
         self.names = [""]
         self.before, self.after = [0], [0]
         self.starts: list[int] = []
@@ -213,8 +214,8 @@ class _Recorder(LiveBytes):
                 released=released[place],
                 released_cheap=cheap[place],
                 backward=max(0, backward),
-                work=self.work["forward", place],
-                backward_work=self.work["backward", place],
+                work=self._work("forward", place),
+                backward_work=self._work("backward", place),
             )
             base += segment.stays
             segments.append(segment)
@@ -226,8 +227,11 @@ class _Recorder(LiveBytes):
             loss_small=self.loss_small - self.small_after,
             loss_large=max(0, self.most_large - (self.after[last] - self.small_after)),
             left=self.current,
-            work=sum(self.work.values(), Work()),
+            work=Work(flops=sum(self.flops.values()), moved=sum(self.moved.values())),
         )
+
+    def _work(self, *phase: Any) -> Work:
+        return Work(flops=self.flops[phase], moved=self.moved[phase])
 
     def _released(self, freed: Mapping[tuple[_Phase, _Phase], int]) -> list[dict[int, int]]:
         """For each segment, `Segment.released`."""
@@ -249,7 +253,8 @@ class _Recorder(LiveBytes):
         self.phase = phase
         self.peaks[phase] = max(self.peaks[phase], self.current)
 
-    def _before(self) -> None:
+    def begins(self, func: Any) -> None:
+        """Finds the phase."""
         if self.end is None or not _in_backward():
             return
         node = torch._C._current_autograd_node()
@@ -262,13 +267,12 @@ class _Recorder(LiveBytes):
         if phase != self.phase:
             self._enter(phase)
 
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], *, touched: bool) -> None:
+    def _touched(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]) -> None:
         formula = _flop_formulas().get(func._overloadpacket)
         if formula is not None:
-            self.work[self.phase] += Work(flops=formula(*args, **kwargs, out_val=result))
-        elif touched:
-            tensors = [*tensors_in((args, kwargs)), *outputs]
-            self.work[self.phase] += Work(moved=sum(each.numel() * each.element_size() for each in tensors))
+            self.flops[self.phase] += formula(*args, **kwargs, out_val=result)
+        else:
+            self.moved[self.phase] += sum(each.nbytes for each in tensors)
 
     def _mark(self, func: Any) -> object:
         return self.phase, func._overloadpacket not in _flop_formulas()
