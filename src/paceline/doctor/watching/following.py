@@ -1,0 +1,143 @@
+"""Follows the ranks of a run until it is over, or has shown enough. No torch here."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline.doctor.watching.ranks import Rank
+from paceline.doctor.watching.records import Run
+from paceline.stacks import Dumping, collect, users_line
+
+__all__ = ["follow"]
+
+_TICK_S = 0.5
+_STUCK_S = 5.0
+"""All ranks wait for each other, or have ended, and nothing has moved for so long: it never will."""
+_STILL_S = 20.0
+"""The same of ranks of which it is not known what they wait for."""
+_GRACE_S = 4.0
+"""When one rank has failed, the others have so long to fail too."""
+_BUSY = 0.06
+"""A rank that takes this share of a core computes."""
+_MEETING = frozenset({"init", "wrap", "forward", "backward", "collective", "destroy"})
+
+
+def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float) -> Run:
+    """Returns when all have ended, or one has failed, or each has taken ``steps`` steps, or none moves any more, or
+    ``timeout_s`` are over. Ranks that still run are left running, and are to be ended."""
+    following = _Following(ranks, steps, time.monotonic() + timeout_s)
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.process.link, selectors.EVENT_READ, (rank.hear, rank))
+            selector.register(rank.output, selectors.EVENT_READ, (rank.read, rank))
+            selector.register(rank.process.pidfd, selectors.EVENT_READ, (None, rank))
+        while (stopped := following.over()) is None:
+            for key, _ in selector.select(_TICK_S):
+                action, rank = key.data
+                if action is None:
+                    following.has_ended(rank)
+                    selector.unregister(key.fileobj)
+                elif not action():
+                    selector.unregister(key.fileobj)
+                following.moved(action, rank)
+    if stopped == "hang":
+        _tell_where(ranks)
+    return Run(accounts=[rank.account for rank in ranks], stopped=stopped)
+
+
+class _Following:
+    """What is known of the ranks while they run."""
+
+    def __init__(self, ranks: Sequence[Rank], steps: int, deadline_s: float) -> None:
+        self._ranks, self._steps, self._deadline_s = ranks, steps, deadline_s
+        self._moved_s = self._looked_s = time.monotonic()
+        self._cpu_s = dict.fromkeys(range(len(ranks)), 0.0)
+        self._failed_s: float | None = None
+        self._seen = dict.fromkeys(range(len(ranks)), 0)
+        self._taken = dict.fromkeys(range(len(ranks)), 0)
+        self._spawned = False
+
+    def moved(self, action: Callable[[], bool] | None, rank: Rank) -> None:
+        """Something has come from a rank."""
+        number, records = rank.account.rank, rank.account.records
+        if len(records) > self._seen[number] or action is None:
+            self._moved_s = time.monotonic()
+        for record in records[self._seen[number] :]:
+            self._taken[number] += record.kind == "step"
+            self._spawned |= record.kind == "spawn"
+        self._seen[number] = len(records)
+
+    def has_ended(self, rank: Rank) -> None:
+        rank.hear()
+        account = rank.account
+        account.code, account.ended_s = rank.process.ended(), time.monotonic()
+        if account.code and self._failed_s is None:
+            self._failed_s = account.ended_s
+
+    def over(self) -> str | None:
+        """Why it is over; ``None``: it is not."""
+        now_s = time.monotonic()
+        living = [rank for rank in self._ranks if rank.account.ended_s is None]
+        if not living:
+            return "ended"
+        if self._spawned:
+            return "spawned"
+        if min(self._taken.values()) > self._steps:
+            return "steps"
+        if self._failed_s is not None and now_s > self._failed_s + _GRACE_S:
+            return "failed"
+        if now_s > self._deadline_s:
+            return "time"
+        if now_s > self._looked_s + _TICK_S:
+            self._look_at_processors(living, now_s)
+        if now_s > self._moved_s + self._patience_s(living):
+            return "hang"
+        return None
+
+    def _look_at_processors(self, living: Sequence[Rank], now_s: float) -> None:
+        elapsed_s, self._looked_s = now_s - self._looked_s, now_s
+        spent = _cpu_s([rank.process.pid for rank in living])
+        for rank in living:
+            number, cpu_s = rank.account.rank, spent[rank.process.pid]
+            if cpu_s - self._cpu_s[number] > _BUSY * elapsed_s:
+                self._moved_s = now_s
+            self._cpu_s[number] = cpu_s
+
+    def _patience_s(self, living: Sequence[Rank]) -> float:
+        waits = [rank.account.waiting() for rank in living]
+        if any(wait is not None and wait.kind == "sleep" for wait in waits):
+            return float("inf")
+        meets = all(wait is not None and wait.kind in _MEETING for wait in waits)
+        return _STUCK_S if meets else _STILL_S
+
+
+def _cpu_s(groups: Sequence[int]) -> dict[int, float]:
+    """By process group the processor time that its processes have taken."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    spent = dict.fromkeys(groups, 0.0)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+            except OSError:  # it has ended meanwhile
+                continue
+            group = int(fields[2])
+            if group in spent:
+                spent[group] += sum(int(fields[i]) for i in (11, 12, 13, 14)) / ticks
+    return spent
+
+
+def _tell_where(ranks: Sequence[Rank]) -> None:
+    """The line at which each rank stands that lives."""
+    for rank in ranks:
+        begin = rank.account.first("begin")
+        if rank.account.ended_s is None and begin is not None:
+            one = Dumping(rank=rank.account.rank, pid=rank.process.pid, path=rank.stacks, doing="")
+            rank.account.stands = users_line(collect([one], one.rank, None), begin["thread"])
+            rank.hear()
+
+

@@ -1,0 +1,108 @@
+"""Runs a script as a rank, with hooks in place.
+
+python -m paceline.doctor.watching.probe SETTINGS SCRIPT ARGUMENTS...      started by `watching.ranks` alone
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from paceline import stacks
+from paceline.doctor.watching.probe import files
+from paceline.doctor.watching.probe.hooking import install
+from paceline.doctor.watching.probe.importing import after_import
+from paceline.doctor.watching.probe.recorder import Recorder
+from paceline.doctor.watching.records import Place
+
+__all__ = ["main"]
+
+
+def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
+    """The life of a rank. Returns its exit code.
+
+    Args:
+        settings: ``parent`` (process id), ``link`` (descriptor), ``stacks`` (file), ``scratch`` (folder) and ``moved``
+            (folders in it, and what they stand for).
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != settings["parent"]:
+        return 1
+    recorder = Recorder(socket.socket(fileno=settings["link"]), settings["moved"])
+    os.set_inheritable(settings["link"], False)
+    stacks.dump_on_signal(Path(settings["stacks"]))
+    _watch(recorder, settings["scratch"])
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # started with -P, which leaves this out
+    return _run(recorder, script)
+
+
+def _watch(recorder: Recorder, scratch: str) -> None:
+    files.own_files_under(scratch)
+    files.watch_files(recorder)
+    install(recorder, files.STANDARD_TABLE)
+
+    def torch_imported() -> None:
+        from paceline.doctor.watching.probe import communication, data, optimizers, training
+
+        for module in (data, training, optimizers, communication, files):
+            install(recorder, module.TABLE)
+        training.watch_modules(recorder)
+        optimizers.watch_steps(recorder)
+
+    trackers = {name: (lambda table=table: install(recorder, table)) for name, table in files.TRACKERS.items()}
+    after_import({"torch": torch_imported, **trackers})
+
+
+def _run(recorder: Recorder, script: str) -> int:
+    """Runs the script as Python would: as ``__main__``, an exception shown without the frames of this file."""
+    recorder.tell("begin", pid=os.getpid(), thread=threading.get_ident(), places=())
+    code: int | None = 0
+
+    def tell_end() -> None:
+        dist = sys.modules.get("torch.distributed")
+        there = dist is not None and dist.is_available() and dist.is_initialized()
+        recorder.tell("end", code=code, initialized=bool(there), places=())
+
+    atexit.register(tell_end)  # the first to be registered is the last to be called
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    module.__loader__ = loader = SourceFileLoader("__main__", script)
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(loader.get_data(script), script, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code:
+            recorder.tell("error", type="SystemExit", text=str(stop.code)[:2000], places=_users(recorder, stop.__traceback__))
+        raise
+    except BaseException as error:
+        code, trace = 1, error.__traceback__.tb_next if error.__traceback__ else None
+        recorder.tell("error", type=type(error).__name__, text=str(error)[:4000], places=_users(recorder, trace))
+        sys.excepthook(type(error), error, trace)
+    return code
+
+
+def _users(recorder: Recorder, trace: TracebackType | None) -> tuple[Place, ...]:
+    """The user's lines of a traceback, innermost first."""
+    found = [
+        Place(path, line or 0, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(trace)
+        if (path := recorder.users_path(frame.f_code.co_filename)) is not None
+    ]
+    return tuple(reversed(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,103 @@
+"""Hooks on the process group: who calls which collective, where, with what."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from typing import Any
+
+from paceline.doctor.watching.probe import digests
+from paceline.doctor.watching.probe.hooking import Call, Hooked
+from paceline.doctor.watching.probe.optimizers import gradients
+
+__all__ = ["TABLE"]
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+)
+_gathered: list[tuple[list[Any], int, Any]] = []
+
+
+def _begun(call: Call) -> Generator[None, Any, None]:
+    number = call.recorder.tell(
+        "init",
+        backend=call["backend"],
+        world_size=call["world_size"] if call["world_size"] not in (None, -1) else None,
+        own_rank=call["rank"] if call["rank"] not in (None, -1) else None,
+    )
+    yield
+    call.recorder.syncs += 1
+    call.recorder.done(number, failed=call.error is not None)
+
+
+def _destroyed(call: Call) -> Generator[None, Any, None]:
+    number = call.recorder.tell("destroy")
+    yield
+    call.recorder.done(number, failed=call.error is not None)
+
+
+def _collective(call: Call) -> Generator[None, Any, None]:
+    op = call.function.__name__
+    dist, torch = sys.modules["torch.distributed"], sys.modules["torch"]
+    tensor = next(iter(digests.tensors_in([*call.args, *call.kwargs.values()])), None)
+    sent = call["tensor"] if op.startswith("all_gather") else None
+    carries = isinstance(sent, torch.Tensor) and sent.requires_grad and torch.is_grad_enabled()
+    places = call.recorder.places()
+    number = call.recorder.tell(
+        "collective",
+        places=places,
+        op=op,
+        ranks=dist.get_process_group_ranks(call["group"] or dist.group.WORLD),
+        shape=list(tensor.shape) if tensor is not None else None,
+        dtype=str(tensor.dtype) if tensor is not None else None,
+        grads=gradients().get(tensor.data_ptr()) if tensor is not None and op in ("all_reduce", "reduce") else None,
+        waits=not call["async_op"],
+    )
+    yield
+    call.recorder.syncs += call.error is None
+    call.recorder.done(number, failed=call.error is not None)
+    if carries and isinstance(call["tensor_list"], list):
+        _gathered.append((call["tensor_list"], dist.get_rank(call["group"]), places))
+
+
+def _backward(call: Call) -> Generator[None, Any, None]:
+    """Results of all_gather without a gradient, when autograd comes: nobody has put the rank's own part back."""
+    for results, own, places in _gathered:
+        if own < len(results) and not results[own].requires_grad:
+            call.recorder.tell("gathered", places=places, op="all_gather")
+    _gathered.clear()
+    yield
+
+
+def _spawned(call: Call) -> Generator[None, Any, None]:
+    call.recorder.tell("spawn", count=call["nprocs"])
+    yield
+
+
+_MODULES = ("torch.distributed.distributed_c10d", "torch.distributed")
+TABLE = (
+    *(Hooked(module, name, _collective, scope="collective") for name in _COLLECTIVES for module in _MODULES),
+    *(Hooked(module, "init_process_group", _begun, scope="init") for module in _MODULES),
+    *(Hooked(module, "destroy_process_group", _destroyed, scope="destroy") for module in _MODULES),
+    Hooked("torch.autograd", "backward", _backward, scope="gathered"),
+    Hooked("torch.multiprocessing", "spawn", _spawned, scope="spawn"),
+    Hooked("torch.multiprocessing.spawn", "start_processes", _spawned, scope="spawn"),
+)

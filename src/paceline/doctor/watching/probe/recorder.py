@@ -1,0 +1,90 @@
+"""Tells the parent what happens in this rank, and where in the user's code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from paceline.callsite import in_libraries
+from paceline.doctor.watching.records import Place, pack
+
+__all__ = ["Recorder"]
+
+_DEPTH = 6
+"""So many of the user's lines are told of a call."""
+
+
+class Recorder:
+    """The rank's end of the sockets to the parent.
+
+    Args:
+        link: of messages, which arrive whole or not at all, whichever process of the rank sends them.
+        moved: folders in which the script runs, and those that they stand for.
+
+    Attributes:
+        syncs: how many times this rank has met the others.
+    """
+
+    def __init__(self, link: socket.socket, moved: dict[str, str]) -> None:
+        self._link, self._moved = link, moved
+        self._number, self._main = 0, os.getpid()
+        self._kept: dict[str, str | None] = {}
+        self.syncs = 0
+
+    def tell(self, kind: str, *, places: tuple[Place, ...] | None = None, **facts: Any) -> int:
+        """Tells of something; the number by which to tell of its end."""
+        self._number += 1
+        found = self.places() if places is None else places
+        self._send(
+            kind=kind,
+            number=self._number,
+            places=[(place.path, place.line, place.function) for place in found],
+            syncs=self.syncs,
+            facts=facts,
+        )
+        return self._number
+
+    def done(self, number: int, *, failed: bool = False, **facts: Any) -> None:
+        """What was told as `number` is over."""
+        self._send(kind="failed" if failed else "done", of=number, facts=facts)
+
+    def places(self) -> tuple[Place, ...]:
+        """The user's lines that this thread is in, innermost first."""
+        found: list[Place] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and len(found) < _DEPTH:
+            if (path := self.users_path(frame.f_code.co_filename)) is not None:
+                found.append(Place(path, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        return tuple(found)
+
+    def users_path(self, file: str) -> str | None:
+        """The file as the user knows it; ``None``: it is of a library."""
+        if file not in self._kept:
+            self._kept[file] = None if in_libraries(file) else self.original(os.path.abspath(file))
+        return self._kept[file]
+
+    def original(self, path: str) -> str:
+        """A path in a folder that stands for another one, as it is there."""
+        for scratch, original in self._moved.items():
+            if path == scratch or path.startswith(scratch + os.sep):
+                return original + path[len(scratch) :]
+        return path
+
+    def called_by_user(self) -> bool:
+        """Whether the hooked function was called by a line of the user's, not by a library."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("paceline."):
+            frame = frame.f_back
+        return frame is not None and self.users_path(frame.f_code.co_filename) is not None
+
+    def _send(self, **message: Any) -> None:
+        pid = os.getpid()
+        message |= {"at_s": time.monotonic(), "child": None if pid == self._main else pid}
+        with contextlib.suppress(OSError):  # the parent has ended: so will this process
+            self._link.sendall(pack(message))

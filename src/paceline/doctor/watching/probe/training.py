@@ -1,0 +1,345 @@
+"""Hooks on DDP, autograd, optimizers, clipping, scalers and schedulers."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Generator, Iterable
+from typing import Any
+
+from paceline.doctor.watching.probe import digests
+from paceline.doctor.watching.probe.hooking import Call, Hooked
+from paceline.doctor.watching.probe.recorder import Recorder
+
+__all__ = ["TABLE", "Replicas", "replicas", "watch_modules"]
+
+_GRAPHS = 6
+"""So many forwards of a DDP have their graphs walked."""
+_NODES = 50_000
+_SMALL = 4096
+"""Buffers of so many values are compared before and after DDP's broadcast."""
+_NAMES = 300
+_SAMPLED = 8
+_AROUND = 200
+
+
+class Replicas:
+    """The DDP models of this process, and what belongs to them."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._inner: dict[int, int] = {}
+        self._next = itertools.count()
+        self.calling: list[int] = []
+        self.graphs: dict[int, int] = {}
+        self.registered: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self.marks: dict[int, tuple[int, int]] = {}
+        self.before: dict[str, Any] = {}
+        self.pending: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def add(self, ddp: Any) -> int:
+        number = self._numbers[ddp] = next(self._next)
+        self._inner |= {id(module): number for module in ddp.module.modules()}
+        self.registered[ddp] = {name: id(p) for name, p in ddp.module.named_parameters() if p.requires_grad}
+        return number
+
+    def number(self, ddp: Any) -> int | None:
+        return self._numbers.get(ddp)
+
+    def holding(self, module: Any) -> int | None:
+        """The DDP of which ``module`` is a part."""
+        return self._inner.get(id(module))
+
+    def all(self) -> list[Any]:
+        return list(self._numbers.keys())
+
+    def names(self) -> dict[int, str]:
+        """By id of a parameter its name in a DDP's module."""
+        return {id(p): name for ddp in self.all() for name, p in ddp.module.named_parameters()}
+
+
+replicas = Replicas()
+
+
+def _wrapped(call: Call) -> Generator[None, Any, None]:
+    module, torch = call["module"], sys.modules["torch"]
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    synced = [m for m in norms if isinstance(m, torch.nn.SyncBatchNorm)]
+    number = call.recorder.tell(
+        "wrap",
+        names=[name for name, _ in named][:_NAMES],
+        shapes=[list(p.shape) for _, p in named][:_NAMES],
+        buffers=len(list(module.buffers())),
+        own_buffers=[name for name, _ in _own_buffers(module)][:_NAMES],
+        norms=len(norms) - len(synced),
+        synced_norms=len(synced),
+        find_unused=bool(call["find_unused_parameters"]),
+        static=bool(call["static_graph"]),
+        broadcasts=bool(call["broadcast_buffers"]),
+    )
+    yield
+    if call.error is None:
+        call.recorder.syncs += 1
+        call.recorder.done(number, ddp=replicas.add(call.owner))
+    else:
+        call.recorder.done(number, failed=True)
+
+
+def _forward(call: Call) -> Generator[None, Any, None]:
+    ddp, torch = call.owner, sys.modules["torch"]
+    own = replicas.number(ddp)
+    if own is None:
+        return
+    grad = torch.is_grad_enabled()
+    first = next(iter(digests.tensors_in([*call.args[1:], *call.kwargs.values()])), None)
+    communicates = bool(ddp.will_sync_module_buffers())
+    number = call.recorder.tell(
+        "forward",
+        ddp=own,
+        grad=grad,
+        training=ddp.training,
+        sync=bool(ddp.require_backward_grad_sync),
+        communicates=communicates,
+        batch=int(first.shape[0]) if first is not None and first.dim() else None,
+    )
+    noted = replicas.graphs[own] = replicas.graphs.get(own, 0) + 1
+    looks = noted <= _GRAPHS and not torch.compiler.is_compiling()
+    drawn = digests.generators() if looks and ddp.training else {}
+    replicas.before = {}
+    if communicates and looks:
+        replicas.before = {name: buffer.clone() for name, buffer in _own_buffers(ddp.module)}
+    replicas.calling.append(own)
+    result = yield
+    replicas.calling.pop()
+    if call.error is not None:
+        call.recorder.done(number, failed=True)
+        return
+    call.recorder.syncs += communicates
+    call.recorder.done(number)
+    if grad:
+        replicas.pending[ddp] = "synced" if ddp.require_backward_grad_sync else "held"
+    for name, state in drawn.items():
+        if digests.generators()[name] != state:
+            call.recorder.tell("draw", where="forward", generator=name, state=state)
+    if grad and (looks or ddp.find_unused_parameters or ddp.static_graph):
+        _tell_graph(call.recorder, ddp, own, result)
+
+
+def _own_buffers(module: Any) -> Iterable[tuple[str, Any]]:
+    """Those that are not a batch norm's statistics, which everybody knows to be local, and that change in training."""
+    torch = sys.modules["torch"]
+    norms = {
+        f"{name}.{own}" if name else own
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.modules.batchnorm._NormBase)
+        for own, _ in part.named_buffers(recurse=False)
+    }
+    return [(name, b) for name, b in module.named_buffers() if name not in norms and 0 < b.numel() <= _SMALL]
+
+
+def _tell_graph(recorder: Recorder, ddp: Any, own: int, output: Any) -> None:
+    """Which parameters the output depends on, as DDP looks for them itself."""
+    torch = sys.modules["torch"]
+    found = torch.nn.parallel.distributed._find_tensors(output)
+    pending = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+    seen, used = {id(node) for node in pending}, set()
+    while pending and len(seen) < _NODES:
+        node = pending.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            used.add(id(leaf))
+        for following, _ in node.next_functions:
+            if following is not None and id(following) not in seen:
+                seen.add(id(following))
+                pending.append(following)
+    if pending:
+        return
+    named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+    registered = replicas.registered[ddp]
+    unused = [name for name, p in named if id(p) not in used and name in registered]
+    recorder.tell("graph", ddp=own, unused=unused[:_NAMES], total=len(named))
+
+
+def watch_modules(recorder: Recorder) -> None:
+    """Tells of modules inside of a DDP that are called around it, and what DDP's broadcast did to buffers."""
+    torch = sys.modules["torch"]
+
+    def before_forward(module: Any, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        own = replicas.holding(module)
+        if own is None:
+            return
+        if replicas.calling:
+            if replicas.before:
+                _tell_overwritten(recorder, own, module)
+            return
+        if torch.is_grad_enabled() and next(told) < _AROUND:
+            recorder.tell("around", ddp=own, module=type(module).__name__, training=module.training)
+
+    told = itertools.count()
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+
+
+def _tell_overwritten(recorder: Recorder, own: int, module: Any) -> None:
+    """At the first module that runs inside of a DDP's forward: the broadcast is over."""
+    torch = sys.modules["torch"]
+    before, replicas.before = replicas.before, {}
+    now = dict(_own_buffers(module))
+    changed = [name for name in before if name in now and not torch.equal(before[name], now[name])]
+    if changed:
+        recorder.tell(
+            "overwritten",
+            ddp=own,
+            names=changed[:_NAMES],
+            before=[digests.sampled(before[name], 1)[0] for name in changed[:_SAMPLED]],
+            after=[digests.sampled(now[name], 1)[0] for name in changed[:_SAMPLED]],
+        )
+
+
+def _no_sync(call: Call) -> Generator[None, Any, None]:
+    context = yield
+    if call.error is None:
+        _around_context(call.recorder, context, replicas.number(call.owner))
+
+
+def _around_context(recorder: Recorder, context: Any, own: int | None) -> None:
+    """Tells when the context is entered and left. It is torch's own kind of context, of a generator."""
+    inner = context.gen
+
+    def outer() -> Generator[Any, Any, Any]:
+        number = recorder.tell("no-sync", ddp=own)
+        try:
+            return (yield from inner)
+        finally:
+            recorder.done(number)
+
+    context.gen = outer()
+
+
+def _backward(call: Call) -> Generator[None, Any, None]:
+    roots = list(digests.tensors_in(call["tensors"]))
+    if not roots:
+        return
+    before = {ddp: _marks(ddp) for ddp in replicas.all()}
+    number = call.recorder.tell("backward", roots=[_root(root) for root in roots[:4]])
+    yield
+    reached = {
+        replicas.number(ddp): replicas.pending.get(ddp) for ddp, marks in before.items() if _marks(ddp) != marks
+    }
+    for ddp in before:
+        replicas.pending.pop(ddp, None)
+    replicas.marks = {id(p): (id(p.grad), p.grad._version) for d in before for p in d.parameters() if p.grad is not None}
+    call.recorder.syncs += "synced" in reached.values()
+    call.recorder.done(number, failed=call.error is not None, reached=list(reached.items()))
+
+
+def _marks(ddp: Any) -> list[tuple[int, int]]:
+    """They change whenever a gradient does."""
+    return [(id(p.grad), p.grad._version) for p in ddp.parameters() if p.grad is not None]
+
+
+def _root(tensor: Any) -> list[list[Any]]:
+    """The last functions of a loss, from its end backwards: name, and what it was divided by, where that is known."""
+    told: list[list[Any]] = []
+    pending = [tensor.grad_fn]
+    while pending and len(told) < 8:
+        node = pending.pop(0)
+        if node is None:
+            continue
+        name = node.name()
+        told.append([name, _divisor(node, name)])
+        if name in _PASSING:
+            pending += [following for following, _ in node.next_functions]
+    return told
+
+
+_PASSING = ("DivBackward0", "MulBackward0", "AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "SqueezeBackward0")
+
+
+def _divisor(node: Any, name: str) -> float | None:
+    """How many samples a mean was taken over, or what was divided by."""
+    torch = sys.modules["torch"]
+    value: Any = None
+    if name == "NllLossBackward0" or name == "NllLoss2DBackward0":
+        value = node._saved_total_weight if node._saved_reduction == 1 else None
+    elif name == "MeanBackward0":
+        value = node._saved_self_sym_numel
+    elif name in ("MseLossBackward0", "BinaryCrossEntropyWithLogitsBackward0", "L1LossBackward0", "SmoothL1LossBackward0"):
+        value = node._saved_self.numel() if node._saved_reduction == 1 else None
+    elif name == "DivBackward0":
+        value = node._saved_other
+    elif name == "MulBackward0":
+        value = node._saved_other
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _clipped(call: Call) -> Generator[None, Any, None]:
+    result = yield
+    norm = result.item() if isinstance(result, sys.modules["torch"].Tensor) else None
+    call.recorder.tell("clip", norm=norm, how=call.function.__name__)
+
+
+def _scaler_updated(call: Call) -> Generator[None, Any, None]:
+    before = call.owner.get_scale()
+    yield
+    call.recorder.tell("scale", before=before, after=call.owner.get_scale())
+
+
+_LENGTHS = ("total_steps", "T_max", "total_iters")
+_schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _scheduler_made(call: Call) -> Generator[None, Any, None]:
+    yield
+    scheduler = call.owner
+    number = _schedulers[scheduler] = len(_schedulers)
+    length = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), None)
+    call.recorder.tell("schedule", scheduler=number, name=type(scheduler).__name__, length=length)
+
+
+def _scheduler_stepped(call: Call) -> Generator[None, Any, None]:
+    if call.owner in _schedulers:
+        call.recorder.tell("scheduled", scheduler=_schedulers[call.owner])
+    yield
+
+
+def _state_loaded(call: Call) -> Generator[None, Any, None]:
+    yield
+    if call.error is None:
+        module = call.owner
+        own = replicas.number(module)
+        own = replicas.holding(module) if own is None else own
+        call.recorder.tell("load-state", ddp=own, params=len(list(module.parameters())))
+
+
+def _checkpointed(call: Call) -> Generator[None, Any, None]:
+    call.recorder.tell("checkpointed", ddp=replicas.calling[-1] if replicas.calling else None)
+    yield
+
+
+def _replicated(call: Call) -> Generator[None, Any, None]:
+    call.recorder.tell("replicated")
+    yield
+
+
+_DDP = "torch.nn.parallel.distributed"
+TABLE = (
+    Hooked(_DDP, "DistributedDataParallel.__init__", _wrapped, scope="wrap"),
+    Hooked(_DDP, "DistributedDataParallel.forward", _forward),
+    Hooked(_DDP, "DistributedDataParallel.no_sync", _no_sync),
+    Hooked("torch.autograd", "backward", _backward, scope="backward"),
+    Hooked("torch.nn.utils", "clip_grad_norm_", _clipped, scope="clip"),
+    Hooked("torch.nn.utils", "clip_grad_value_", _clipped, scope="clip"),
+    Hooked("torch.nn.utils.clip_grad", "clip_grad_norm_", _clipped, scope="clip"),
+    Hooked("torch.nn.utils.clip_grad", "clip_grad_value_", _clipped, scope="clip"),
+    Hooked("torch.amp", "GradScaler.update", _scaler_updated),
+    Hooked("torch.optim.lr_scheduler", "LRScheduler.__init__", _scheduler_made, scope="schedule"),
+    Hooked("torch.optim.lr_scheduler", "LRScheduler.step", _scheduler_stepped, scope="schedule"),
+    Hooked("torch.nn", "Module.load_state_dict", _state_loaded, scope="load-state"),
+    Hooked("torch.utils.checkpoint", "CheckpointFunction.forward", _checkpointed),
+    Hooked("torch.nn.parallel.data_parallel", "DataParallel.__init__", _replicated),
+)
