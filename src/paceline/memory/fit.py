@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from paceline.determinism import forked_randomness
 from paceline.errors import ConfigError
+from paceline.memory.again import buffers_copied
 from paceline.memory.blocks import find_blocks
 from paceline.memory.plan import Level, choose, least, peak, uniform
 from paceline.memory.profile import CPU, GPU, Profile, profile, simulated_peak, with_seconds
-from paceline.memory.recompute import Recomputed, buffers_copied, is_compiled, set_levels
+from paceline.memory.recompute import Recomputed, is_compiled, set_levels
 from paceline.memory.simulate import shapes_only
 from paceline.sizes import parse_size, show_size
 

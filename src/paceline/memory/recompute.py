@@ -15,26 +15,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from paceline.determinism import HostRandomness, content_digest
+from paceline.determinism import content_digest
 from paceline.errors import ConfigError, UsageError, did_you_mean
+from paceline.memory.again import Again, count_fused_steps
 from paceline.memory.blocks import find_blocks, named_modules
 from paceline.memory.plan import Level
 
-__all__ = ["Mode", "Recomputed", "buffers_copied", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
+__all__ = ["Mode", "Recomputed", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
 
 _EXPENSIVE = {
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"),
@@ -150,6 +146,8 @@ def set_levels(model: nn.Module, levels: Mapping[str, Level]) -> None:
                 needed="a block that runs as it is written",
                 fix="Recompute all of it: the compiler chooses by itself what a block keeps",
             )
+    if {*levels.values()} - {"keep"}:
+        count_fused_steps()
     for path, module in modules.items():
         call, level = module._compiled_call_impl, levels.get(path, "keep")
         if isinstance(call, Recomputed):
@@ -189,6 +187,12 @@ class Recomputed:
         inner = self.inner or self._module._call_impl
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing():
+            raise self.refusal(
+                "a transformation by torch.func or torch.jit.trace around it",
+                needed="a block that runs as it is written",
+                fix='Call paceline.memory.recompute(model, "none") before',
+            )
         begun = self._now()
         try:
             return self._checkpointed(inner, args, kwargs)
@@ -216,80 +220,42 @@ class Recomputed:
                     raise self.refusal("another output of its second forward than of its first")
             return returned
 
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        versions = [tensor._version for tensor in inputs]
+        keeping, kept = nullcontext(), nullcontext()
+        if self.level == "selective":
+            keeping, kept = create_selective_checkpoint_contexts(_policy)
+        again = Again(self._module, [*args, *kwargs.values()], self.refusal, inside=lambda: self._second(kept))
         # All by place: of what is passed by name checkpoint overlooks the device, and its random state.
         returned = checkpoint(
             forward,
             *args,
             *kwargs.values(),
             use_reentrant=False,
-            context_fn=self._contexts,
+            context_fn=lambda: (keeping, again),
             early_stop=not compared,
         )
-        if [tensor._version for tensor in inputs] != versions:
-            raise self.refusal("an input that its forward changes in place")
+        again.first_ended()
         return returned
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What the two forwards run in, made before the first one."""
-        if self.level == "full":
-            return nullcontext(), _Again(self, self._module)
-        keeping, kept = create_selective_checkpoint_contexts(_policy)
-        return keeping, _Again(self, self._module, kept)
+    @contextmanager
+    def _second(self, kept: AbstractContextManager[Any]) -> Iterator[None]:
+        begun = self._now()
+        try:
+            with kept:
+                yield
+        finally:
+            self.again_s += self._now() - begun
 
-    def refusal(self, found: str, fix: str | None = None) -> UsageError:
+    def refusal(self, found: str, *, needed: str | None = None, fix: str | None = None) -> UsageError:
         """Of a block that is found out."""
         return UsageError(
             f"cannot recompute block {self._path}",
             found=found,
-            needed="a forward that depends on its inputs, weights and random numbers alone, and changes none of them",
+            needed=needed
+            or "a forward that depends on its inputs, weights and random numbers alone, and changes none of them",
             fix=fix
             or f"Leave out {self._path} in execution.recompute; or look in {type(self._module).__name__}.forward for "
             "counters, caches, and inputs or buffers that are changed and read",
         )
-
-
-class _Again:
-    """Around a second forward: with the first one's random numbers, on copies of the buffers, which are dropped.
-
-    Torch's own generators are checkpoint's. The buffers themselves are not touched: autograd may hold them.
-    """
-
-    def __init__(self, call: Recomputed, module: nn.Module, inside: AbstractContextManager[Any] | None = None) -> None:
-        self._call, self._module, self._inside = call, module, inside
-        self._randomness = HostRandomness()
-
-    def __enter__(self) -> None:
-        self._begun = self._call._now()
-        with ExitStack() as stack:
-            stack.enter_context(self._randomness)
-            stack.enter_context(buffers_copied(self._module))
-            if self._inside is not None:
-                stack.enter_context(self._inside)
-            self._open = stack.pop_all()
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        self._open.__exit__(kind, error, traceback)
-        self._call.again_s += self._call._now() - self._begun
-        if kind is CheckpointError:
-            raise self._call.refusal("a second forward that saves more than the first") from error
-        if kind is RuntimeError and "selective activation checkpoint has been mutated" in str(error):
-            found = "a change in place of what selective recompute keeps (inplace=True)"
-            raise self._call.refusal(found, fix="Leave out inplace=True, or let that block recompute all") from error
-
-
-@contextmanager
-def buffers_copied(module: nn.Module) -> Iterator[None]:
-    """Inside it the module works on copies of its buffers, which are dropped."""
-    buffers = [(part, name, at) for part in module.modules() for name, at in part._buffers.items() if at is not None]
-    try:
-        for part, name, buffer in buffers:
-            part._buffers[name] = buffer.clone()
-        yield
-    finally:
-        for part, name, buffer in buffers:
-            part._buffers[name] = buffer
 
 
 def _policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
