@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.watching.following import follow
+from paceline.doctor.watching.judging import cleared, judge, notes
+from paceline.doctor.watching.ranks import started
+from paceline.doctor.watching.scratch import Scratch
 
 __all__ = ["Watched", "watch"]
 
@@ -29,5 +34,28 @@ class Watched:
 def watch(
     script: Path, arguments: Sequence[str], *, workers: int, steps: int, timeout_s: float, in_place: bool
 ) -> Watched:
-    """Runs ``script`` under ``workers`` ranks and judges what they did. No process is left behind."""
-    return Watched(findings=(), cleared=frozenset(), notes=())
+    """Runs ``script`` under ``workers`` ranks and judges what they did. No process is left behind.
+
+    Args:
+        arguments: of the script.
+        workers: how many ranks, on this machine.
+        steps: of the optimizer, on each rank; then the run is ended.
+        timeout_s: seconds for all of it.
+        in_place: the script runs in the working directory as it is, and what it writes stays.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as home:
+        scratch = Scratch(Path(home), in_place)
+        scratch.place(Path.cwd(), script.parent)
+        with started(script, arguments, workers, scratch) as ranks:
+            run = follow(ranks, steps=steps, timeout_s=timeout_s)
+    shown = [replace(finding, path=_shown(finding.path, script)) for finding in judge(run)]
+    return Watched(findings=tuple(shown), cleared=cleared(run), notes=tuple(notes(run)))
+
+
+def _shown(path: str, script: Path) -> str:
+    """A file as the user would write it: like the script itself."""
+    if Path(path) == script.resolve():
+        return str(script)
+    if not script.is_absolute() and Path(path).is_relative_to(Path.cwd()):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path

@@ -137,7 +137,8 @@ def _touched(parameters: list[Any]) -> bool:
 
 def _made(call: Call) -> Generator[None, Any, None]:
     yield
-    _number(call.owner)
+    if call.error is None:
+        call.recorder.tell("optimizer", optimizer=_number(call.owner), name=type(call.owner).__name__)
 
 
-TABLE = (Hooked("torch.optim", "Optimizer.__init__", _made),)
+TABLE = (Hooked("torch.optim", "Optimizer.__init__", _made, scope="optimizer"),)

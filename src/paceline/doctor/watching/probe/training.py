@@ -321,6 +321,11 @@ def _checkpointed(call: Call) -> Generator[None, Any, None]:
     yield
 
 
+def _threads_set(call: Call) -> Generator[None, Any, None]:
+    call.recorder.tell("threads", count=int(call.args[0]))
+    yield
+
+
 def _replicated(call: Call) -> Generator[None, Any, None]:
     call.recorder.tell("replicated")
     yield
@@ -341,5 +346,6 @@ TABLE = (
     Hooked("torch.optim.lr_scheduler", "LRScheduler.step", _scheduler_stepped, scope="schedule"),
     Hooked("torch.nn", "Module.load_state_dict", _state_loaded, scope="load-state"),
     Hooked("torch.utils.checkpoint", "CheckpointFunction.forward", _checkpointed),
+    Hooked("torch", "set_num_threads", _threads_set),
     Hooked("torch.nn.parallel.data_parallel", "DataParallel.__init__", _replicated),
 )

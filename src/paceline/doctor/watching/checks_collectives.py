@@ -1,0 +1,233 @@
+"""Where the ranks' ways part: the first meeting to which they do not all come, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.watching.checks_data import passes
+from paceline.doctor.watching.evidence import at, count, found
+from paceline.doctor.watching.records import Account, Place, Record, Run
+from paceline.doctor.watching.sources import conditions, is_of_rank, loop_around
+
+__all__ = ["CHECKS", "Parting", "meetings", "parting"]
+
+_NAMES = {"init": "init_process_group", "wrap": "making the DDP", "forward": "DDP's forward", "backward": "backward"}
+
+
+def meetings(account: Account, world: int) -> list[Record]:
+    """All that this rank has done together with all others, or wanted to."""
+    return [record for record in account.of(*_NAMES, "collective") if _meets(record, world)]
+
+
+def _meets(record: Record, world: int) -> bool:
+    if record.kind == "collective":
+        return len(record["ranks"] or ()) == world
+    if record.kind == "forward":
+        return bool(record["communicates"])
+    if record.kind == "backward":
+        reached = record["reached"]
+        return reached is None or "synced" in dict(reached).values()
+    return True
+
+
+def _name(record: Record) -> str:
+    return record["op"] if record.kind == "collective" else _NAMES[record.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Two ranks that are not at the same meeting.
+
+    Args:
+        one, other: what each does instead; ``None``: it has come to its end.
+    """
+
+    one: Account
+    other: Account
+    mine: Record
+    others: Record | None
+    number: int
+
+
+def parting(run: Run) -> Parting | None:
+    """The first meeting at which two ranks differ."""
+    whole = run.stopped in ("ended", "hang", "failed")
+    lists = [meetings(account, run.world) for account in run.accounts]
+    longest = max(range(run.world), key=lambda rank: len(lists[rank]))
+    for number, mine in enumerate(lists[longest]):
+        for rank, others in enumerate(lists):
+            theirs = others[number] if number < len(others) else None
+            if theirs is None and not (whole and _gone_or_stuck(run.accounts[rank], run)):
+                continue
+            if theirs is None or _name(theirs) != _name(mine) or _shape(theirs) != _shape(mine):
+                one, other = run.accounts[longest], run.accounts[rank]
+                return Parting(one=one, other=other, mine=mine, others=theirs, number=number)
+    return None
+
+
+def _shape(record: Record) -> object:
+    return record["shape"] if record.kind == "collective" and record["op"] in ("all_reduce", "broadcast") else None
+
+
+def _gone_or_stuck(account: Account, run: Run) -> bool:
+    return account.code == 0 or run.stopped == "hang" or account.first("end") is not None
+
+
+def _parted(run: Run) -> Iterator[Finding]:
+    if (skip := _skip(run)) is not None:
+        yield from skip
+        return
+    parted = parting(run)
+    if parted is None:
+        return
+    mine, others = parted.mine, parted.others
+    my_conditions = _own_conditions(mine, others)
+    their_conditions = _own_conditions(others, mine) if others is not None else []
+    if my_conditions and their_conditions and _comes_later(run, parted):
+        yield from _order(parted)
+    elif my_conditions and not their_conditions:
+        yield from _conditional(parted.one, mine, parted.other, others, my_conditions)
+    elif their_conditions and others is not None and not my_conditions:
+        yield from _conditional(parted.other, others, parted.one, mine, their_conditions)
+    else:
+        yield from _left(run, parted) or _order(parted)
+
+
+def _own_conditions(record: Record | None, other: Record | None) -> list[tuple[Place, str]]:
+    """The conditions that one stands under and the other does not."""
+    if record is None:
+        return []
+    shared = {text for _, text in conditions(other.places)} if other is not None else set()
+    return [(place, text) for place, text in conditions(record.places) if text not in shared]
+
+
+def _comes_later(run: Run, parted: Parting) -> bool:
+    return parted.others is not None
+
+
+def _stands(account: Account, record: Record | None) -> str:
+    if record is not None:
+        return f"rank {account.rank} is at {_name(record)} ({at(record.place)})"
+    if account.ended_s is not None or account.first("end") is not None:
+        return f"rank {account.rank} has come to its end"
+    return f"rank {account.rank} stands at {account.stands or 'a line that is not known'}"
+
+
+def _conditional(
+    there: Account, mine: Record, elsewhere: Account, others: Record | None, under: list[tuple[Place, str]]
+) -> Iterator[Finding]:
+    of_rank = [(place, text) for place, text in under if is_of_rank(text, place.path)]
+    evidence = f"{_stands(there, mine)}; {_stands(elsewhere, others)}"
+    if mine.kind in ("forward", "backward", "wrap") and of_rank:
+        yield from found(
+            "rank-conditional-ddp-forward",
+            mine.place,
+            f"only some ranks call the DDP model: it is under `if {of_rank[0][1]}`",
+            evidence,
+        )
+    elif of_rank:
+        yield from found(
+            "rank-conditional-collective",
+            mine.place,
+            f"{_name(mine)} is under `if {of_rank[0][1]}` (line {of_rank[0][0].line}), and the other ranks never come",
+            evidence,
+        )
+    else:
+        yield from found(
+            "data-dependent-collective",
+            mine.place,
+            f"{_name(mine)} is under `if {under[0][1]}` (line {under[0][0].line}), which ranks answer differently",
+            evidence,
+        )
+
+
+def _order(parted: Parting) -> Iterator[Finding]:
+    yield from found(
+        "collective-order-differs",
+        parted.mine.place,
+        "the ranks call different collectives at the same time",
+        f"meeting {parted.number + 1}: {_stands(parted.one, parted.mine)}; {_stands(parted.other, parted.others)}",
+    )
+
+
+def _skip(run: Run) -> Iterator[Finding] | None:
+    """A rank that goes forward twice where the others go backward in between."""
+    doings = [list(account.of("forward", "backward")) for account in run.accounts]
+    for number, those in enumerate(zip(*doings, strict=False)):
+        kinds = {record.kind for record in those}
+        if len(kinds) == 1:
+            if those[0].kind == "forward" and len({record.place for record in those}) > 1:
+                return None
+            continue
+        skipping = next(record for record in those if record.kind == "forward")
+        before = doings[skipping.rank][number - 1] if number else None
+        others = next(record for record in those if record.kind == "backward")
+        if before is None or before.kind != "forward" or before.place != skipping.place or not before["grad"]:
+            return None
+        nth = sum(record.kind == "forward" for record in doings[skipping.rank][:number])
+        loop = loop_around(skipping.places)
+        place = Place(loop.path, loop.skips[0][0]) if loop is not None and loop.skips else before.place
+        why = f", at `if {loop.skips[0][1]}`" if loop is not None and loop.skips else ""
+        return found(
+            "rank-local-skip",
+            place,
+            f"a rank leaves out a step that the others take{why}",
+            f"after forward {nth} rank {others.rank} went backward ({at(others.place)}), "
+            f"rank {skipping.rank} went on to the next forward ({at(skipping.place)})",
+        )
+    return None
+
+
+def _left(run: Run, parted: Parting) -> Iterator[Finding] | None:
+    """A rank that has left the loop in which another still is."""
+    mine, others = parted.mine, parted.others
+    inside, outside, stays, left = mine, others, parted.one, parted.other
+    loop = loop_around(mine.places, others.places if others is not None else ())
+    if loop is None and others is not None:
+        inside, outside, stays, left = others, mine, parted.other, parted.one
+        loop = loop_around(others.places, mine.places)
+    if loop is None:
+        return None
+    done = {account.rank: _rounds(account, inside) for account in (stays, left)}
+    evidence = f"{_stands(stays, inside)}; {_stands(left, outside)}"
+    exhausted = _batches(run)
+    if exhausted is not None:
+        place, told = exhausted
+        return found("uneven-inputs", place, "the ranks have different numbers of batches", f"{told}; {evidence}")
+    if loop.exits:
+        line, condition = loop.exits[0]
+        return found(
+            "rank-local-early-stop",
+            Place(loop.path, line),
+            f"rank {left.rank} leaves the loop at `if {condition}`, and the others go on",
+            f"rank {left.rank} left after {count(done[left.rank], 'round')}, rank {stays.rank} began round "
+            f"{done[stays.rank]}; {evidence}",
+        )
+    return found(
+        "uneven-inputs",
+        Place(loop.path, loop.line),
+        "the ranks have different numbers of batches",
+        f"rank {left.rank} had {count(done[left.rank], 'batch')}, rank {stays.rank} at least {done[stays.rank]}; {evidence}",
+    )
+
+
+def _rounds(account: Account, like: Record) -> int:
+    """How many times a rank has been at a line."""
+    return sum(1 for record in account.of(like.kind) if record.place == like.place)
+
+
+def _batches(run: Run) -> tuple[Place | None, str] | None:
+    """A loader that had given all to one rank while another got more from it."""
+    all_passes = [passes(account) for account in run.accounts]
+    for those in zip(*all_passes, strict=False):
+        batches = [one.batches for one in those]
+        short = min(those, key=lambda one: one.batches)
+        if len(set(batches)) > 1 and short.whole:
+            told = " and ".join(f"rank {rank} got {count(n, 'batch')}" for rank, n in enumerate(batches))
+            return short.loader.place, told
+    return None
+
+
+CHECKS = (_parted,)

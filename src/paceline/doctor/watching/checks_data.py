@@ -1,0 +1,380 @@
+"""Who saw which samples, in which order, and who drew which random numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.watching.evidence import beside, count, found, ranks
+from paceline.doctor.watching.records import Account, Record, Run
+
+__all__ = ["CHECKS", "Pass", "by_loader", "passes"]
+
+_DISTINCT = 0.9
+"""Samples are told apart by their content if so many of a rank's own are distinct."""
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """A rank's pass over a loader.
+
+    Args:
+        trains: whether the rank went backward in it.
+        whole: whether the loader was exhausted.
+        next_op: the first collective after it, if any.
+    """
+
+    loader: Record
+    begin: Record
+    indices: list[int] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    batches: int = 0
+    trains: bool = False
+    whole: bool = False
+    next_op: str | None = None
+
+    @property
+    def distinct(self) -> bool:
+        return len(set(self.rows)) >= _DISTINCT * len(self.rows) > 0
+
+
+def passes(account: Account) -> list[Pass]:
+    """All passes over all loaders, in order."""
+    loaders = {record["loader"]: record for record in account.of("loader")}
+    done: list[Pass] = []
+    current: dict[int, Pass] = {}
+    active: list[int] = []
+    for record in account.of("pass", "batch", "pass-end", "backward", "collective"):
+        if record.kind == "pass" and record["loader"] in loaders:
+            done.append(Pass(loader=loaders[record["loader"]], begin=record))
+            current[record["loader"]] = done[-1]
+            active.append(record["loader"])
+        elif record.kind == "batch" and record["loader"] in current:
+            this = current[record["loader"]]
+            this.indices += record["indices"] or []
+            this.rows += record["rows"] or []
+            this.batches += 1
+        elif record.kind == "pass-end" and record["loader"] in current:
+            current[record["loader"]].whole = True
+            active = [loader for loader in active if loader != record["loader"]]
+        elif record.kind == "backward" and active:
+            current[active[-1]].trains = True
+        elif record.kind == "collective" and done and done[-1].next_op is None and not active:
+            done[-1].next_op = record["op"]
+    return done
+
+
+def by_loader(account: Account) -> list[list[Pass]]:
+    """The passes over each loader."""
+    grouped: dict[int, list[Pass]] = {}
+    for one in passes(account):
+        grouped.setdefault(one.loader["loader"], []).append(one)
+    return list(grouped.values())
+
+
+def _side_by_side(run: Run) -> Iterator[list[Pass]]:
+    """The same pass over the same loader, of each rank."""
+    for those in zip(*(passes(account) for account in run.accounts), strict=False):
+        if len({(one.loader["loader"], one.begin["number"]) for one in those}) == 1:
+            yield list(those)
+
+
+def _epochs(run: Run) -> Iterator[Finding]:
+    account = run.accounts[0]
+    samplers = {record["sampler"]: record for record in account.of("sampler")}
+    called = {record["sampler"] for record in account.of("set-epoch")}
+    for those in by_loader(account):
+        number = those[0].loader["sampler"]
+        sampler = samplers.get(number)
+        full = [one for one in those if one.trains and one.indices]
+        if sampler is None or not sampler["shuffle"] or number in called or len(full) < 2:
+            continue
+        same = [one for one in full[1:] if _same_beginning(one.indices, full[0].indices)]
+        if len(same) == len(full) - 1:
+            yield from found(
+                "missing-set-epoch",
+                full[1].begin.place,
+                "the loader is iterated again and gives the same order: its sampler's set_epoch was never called",
+                f"{len(full)} epochs on rank 0, each of them beginning with samples {full[0].indices[:6]}",
+            )
+
+
+def _same_beginning(one: Sequence[int], other: Sequence[int]) -> bool:
+    length = min(len(one), len(other))
+    return length > 0 and one[:length] == other[:length]
+
+
+def _seeds(run: Run) -> Iterator[Finding]:
+    for those in beside(run, "sampler"):
+        seeds = [record["seed"] for record in those]
+        if len(set(seeds)) > 1 and all(record["shuffle"] for record in those):
+            yield from found(
+                "sampler-seed-differs",
+                those[0].place,
+                "the ranks' samplers shuffle with different seeds",
+                f"seeds {', '.join(map(str, seeds))} on ranks 0 to {run.world - 1}{_overlap(run)}",
+            )
+            return
+
+
+def _overlap(run: Run) -> str:
+    """How many samples of the first pass were seen by several ranks."""
+    for those in _side_by_side(run):
+        sets = [set(one.indices) for one in those]
+        if all(sets):
+            twice = Counter(index for own in sets for index in own)
+            several = sum(times > 1 for times in twice.values())
+            missed = (those[0].loader["size"] or 0) - len(twice)
+            told = f"; in the first epoch {count(several, 'sample')} went to several ranks"
+            return told + (f" and {missed} to none" if all(one.whole for one in those) else "")
+    return ""
+
+
+def _sharded(run: Run) -> Iterator[Finding]:
+    """Nobody shards: ranks see the same samples."""
+    told = set()
+    for those in _side_by_side(run):
+        loader = those[0].loader
+        if loader["loader"] in told or not all(one.trains for one in those) or run.world < 2:
+            continue
+        if loader["iterable"]:
+            yield from _stream(those, told)
+        elif loader["sampler"] is None and all(one.loader["drawn_by"] in _PLAIN for one in those):
+            yield from _unsharded(those, told)
+
+
+_PLAIN = frozenset({"RandomSampler", "SequentialSampler"})
+
+
+def _stream(those: list[Pass], told: set[int]) -> Iterator[Finding]:
+    sets = [set(one.rows) for one in those]
+    common = set.intersection(*sets)
+    if all(one.distinct for one in those) and len(common) >= _DISTINCT * min(map(len, sets)):
+        told.add(those[0].loader["loader"])
+        yield from found(
+            "iterable-not-sharded",
+            those[0].loader.place,
+            f"each rank reads the whole stream of {those[0].loader['dataset']}",
+            f"{len(common)} of {len(sets[0])} samples that rank 0 saw in its first pass were seen by every other rank too",
+        )
+    elif all(one.loader["workers"] > 1 and _repeats(one.rows, one.loader["workers"]) for one in those):
+        told.add(those[0].loader["loader"])
+        yield from found(
+            "iterable-not-sharded",
+            those[0].loader.place,
+            f"each loader worker reads the whole stream of {those[0].loader['dataset']}",
+            f"each sample came {those[0].loader['workers']} times on rank 0, once from each loader worker",
+        )
+
+
+def _repeats(rows: Sequence[str], times: int) -> bool:
+    counts = Counter(rows)
+    return bool(counts) and all(number == times for number in counts.values())
+
+
+def _unsharded(those: list[Pass], told: set[int]) -> Iterator[Finding]:
+    """By content where samples can be told apart by it, since ranks may hold datasets of their own."""
+    if len({one.loader["size"] for one in those}) > 1:
+        return
+    sets = [set(one.indices) for one in those]
+    common = set.intersection(*sets)
+    by_content = [dict(zip(one.rows, one.indices, strict=False)) for one in those]
+    same = set.intersection(*(set(own) for own in by_content))
+    if common and all(one.distinct for one in those):
+        same_content = sum(len({own[row] for own in by_content}) == 1 for row in same)
+        if same_content < 0.5 * len(common):
+            return  # each rank has its own data under these numbers
+    elif not common:
+        return
+    told.add(those[0].loader["loader"])
+    yield from found(
+        "no-distributed-sampler",
+        those[0].loader.place,
+        "every rank draws from the whole dataset",
+        f"in the first epoch {len(common)} of the {len(sets[0])} samples that rank 0 trained on "
+        f"were trained on by every other rank too; the dataset has {those[0].loader['size']}",
+    )
+
+
+def _order(run: Run) -> Iterator[Finding]:
+    """The same samples under other numbers, or different numbers of samples."""
+    for samplers in beside(run, "sampler"):
+        sizes = [record["size"] for record in samplers]
+        if len(set(sizes)) > 1:
+            yield from found(
+                "dataset-order-differs",
+                samplers[0].place,
+                "the ranks' datasets have different lengths",
+                f"{', '.join(map(str, sizes))} samples on ranks 0 to {run.world - 1}",
+            )
+            return
+    for those in _side_by_side(run):
+        loader = those[0].loader
+        if loader["sampler"] is None or not all(one.distinct and len(one.rows) == len(one.indices) for one in those):
+            continue
+        if len({record["seed"] for record in run.all("sampler") if record["sampler"] == loader["sampler"]}) > 1:
+            continue
+        numbers = [dict(zip(one.rows, one.indices, strict=True)) for one in those]
+        moved = [
+            (row, own[row], numbers[0][row])
+            for own in numbers[1:]
+            for row in own
+            if row in numbers[0] and own[row] != numbers[0][row]
+        ]
+        if len(moved) > 0.05 * len(numbers[0]):
+            _, here, there = moved[0]
+            yield from found(
+                "dataset-order-differs",
+                loader.place,
+                "the ranks' datasets hold the same samples in different orders",
+                f"{count(len(moved), 'sample')} of one epoch came to several ranks: "
+                f"what is number {there} on rank 0 is number {here} on rank 1",
+            )
+            return
+
+
+def _splits(run: Run) -> Iterator[Finding]:
+    for those in beside(run, "subset"):
+        places = {record.place for record in those}
+        if len(places) > 1 or len({record["digest"] for record in those}) == 1:
+            continue
+        sets = [set(record["indices"] or []) for record in those]
+        common = set.intersection(*sets)
+        if not common or (min(map(len, sets)) > 4 and all(own == sets[0] for own in sets)):
+            continue  # disjoint: a shard for each rank
+        if len({record["size"] for record in those}) > 1:
+            continue
+        differing = len(set.union(*sets) - common)
+        yield from found(
+            "random-split-differs",
+            those[0].place,
+            "the ranks split the dataset differently",
+            f"of {count(those[0]['size'], 'sample')} in this part on rank 0, only {len(common)} are in it on every rank; "
+            f"{differing} are in it on some",
+        )
+        return
+
+
+def _padding(run: Run) -> Iterator[Finding]:
+    samplers = {record["sampler"]: record for record in run.accounts[0].of("sampler")}
+    for one in passes(run.accounts[0]):
+        sampler = samplers.get(one.loader["sampler"])
+        if sampler is None or one.trains or not one.whole or one.begin["grad"]:
+            continue
+        extra = sampler["total"] - sampler["size"]
+        gathered = one.next_op is not None and "gather" in one.next_op  # may be cut to length afterwards
+        if extra > 0 and not gathered:
+            yield from found(
+                "eval-padded-duplicates",
+                sampler.place,
+                "this DistributedSampler repeats samples, and an evaluation counts them twice",
+                f"{sampler['size']} samples over {sampler['replicas']} ranks: "
+                f"{sampler['total']} were evaluated, {extra} of them a second time",
+            )
+            return
+
+
+def _stale(run: Run) -> Iterator[Finding]:
+    """Persistent workers: the dataset's epoch moves on in the rank, what the workers give does not."""
+    for those in by_loader(run.accounts[0]):
+        loader = those[0].loader
+        epochs = [one.begin["epoch"] for one in those]
+        if not loader["persistent"] or len(those) < 2 or None in epochs or len(set(epochs)) < 2:
+            continue
+        if all(one.rows and one.rows == those[0].rows for one in those[1:] if one.whole):
+            yield from found(
+                "stale-epoch-in-workers",
+                loader.place,
+                f"persistent loader workers keep the epoch that {loader['dataset']} had when they were started",
+                f"dataset.epoch went from {epochs[0]} to {epochs[-1]} in the rank, and {len(those)} passes gave the same samples",
+            )
+
+
+def _random(run: Run) -> Iterator[Finding]:
+    """The same state before a draw on all ranks."""
+    for where, rule in (("worker", "worker-seed-identical"), ("rank", "rng-identical-across-ranks")):
+        draws = [[r for r in account.of("draw") if (r.child is not None) == (where == "worker")] for account in run.accounts]
+        if not all(draws):
+            continue
+        common = set.intersection(*({(r["generator"], r["state"]) for r in own} for own in draws))
+        first = next((r for r in draws[0] if (r["generator"], r["state"]) in common), None)
+        if first is None:
+            continue
+        same = sum((r["generator"], r["state"]) in common for r in draws[0])
+        if where == "worker":
+            loader = next(iter(run.accounts[0].of("loader")), None)
+            place = next((r.place for r in run.accounts[0].of("loader") if r["workers"]), loader and loader.place)
+            message = f"loader workers of all ranks draw the same numbers from {first['generator']}"
+        else:
+            place = first.place
+            what = "dropout and the like" if first["where"] == "forward" else "the dataset"
+            message = f"{what} draw the same random numbers on every rank"
+        yield from found(
+            rule,
+            place,
+            message,
+            f"{ranks(range(run.world))}: {first['generator']}'s generator was in the same state before "
+            f"{same} of {len(draws[0])} draws that were looked at",
+        )
+        return
+
+
+def _cores(run: Run) -> Iterator[Finding]:
+    cores = {record["value"] for record in run.all("asks") if record["what"] == "cores"}
+    if run.world < 2 or not cores:
+        return
+    most = max(cores)
+    for loader in run.accounts[0].of("loader"):
+        if loader["workers"] and loader["workers"] >= most and all(
+            any(r["workers"] == loader["workers"] for r in account.of("loader")) for account in run.accounts
+        ):
+            yield from found(
+                "loader-workers-oversubscribed",
+                loader.place,
+                "each rank starts as many loader workers as the machine has cores",
+                f"{run.world} ranks with {loader['workers']} loader workers each on {count(most, 'core')}",
+            )
+            break
+    for record in run.accounts[0].of("threads"):
+        if record["count"] >= most and run.world * record["count"] > most:
+            yield from found(
+                "threads-oversubscribed",
+                record.place,
+                "each rank takes as many threads as the machine has cores",
+                f"{run.world} ranks with {record['count']} threads each on {count(most, 'core')}",
+            )
+            break
+
+
+def _schedule(run: Run) -> Iterator[Finding]:
+    """Only of a run that came to its end."""
+    account = run.accounts[0]
+    ends = account.first("end")
+    if run.stopped != "ended" or ends is None or ends["code"] != 0 or run.world < 2:
+        return
+    for schedule in account.of("schedule"):
+        taken = sum(1 for r in account.of("scheduled") if r["scheduler"] == schedule["scheduler"])
+        length, epochs = schedule["length"], max(1, sum(one.trains for one in passes(account)))
+        if length and taken > 1 and abs(length - taken * run.world) <= epochs and length > taken + epochs:
+            yield from found(
+                "schedule-length-mismatch",
+                schedule.place,
+                f"{schedule['name']} is made for {length} steps, as many as one process alone would take",
+                f"{taken} steps were taken on each of {run.world} ranks",
+            )
+
+
+CHECKS = (
+    _epochs,
+    _seeds,
+    _sharded,
+    _order,
+    _splits,
+    _padding,
+    _stale,
+    _random,
+    _cores,
+    _schedule,
+)

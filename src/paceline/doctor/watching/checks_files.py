@@ -1,0 +1,163 @@
+"""What the ranks wrote, read, fetched and printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.watching.evidence import at, count, found, ranks
+from paceline.doctor.watching.records import Record, Run
+from paceline.doctor.watching.sources import line_of
+
+__all__ = ["CHECKS"]
+
+
+def _by(run: Run, kind: str, fact: str) -> dict[str, dict[int, list[Record]]]:
+    """Records of a kind by a fact of theirs and by rank."""
+    grouped: dict[str, dict[int, list[Record]]] = {}
+    for record in run.all(kind):
+        if record[fact]:
+            grouped.setdefault(record[fact], {}).setdefault(record.rank, []).append(record)
+    return grouped
+
+
+def _saved(run: Run) -> Iterator[Finding]:
+    told = set()
+    for path, by_rank in _by(run, "save", "path").items():
+        first = next(iter(by_rank.values()))[0]
+        if len(by_rank) > 1 and first.place not in told:
+            told.add(first.place)
+            yield from found(
+                "save-on-all-ranks",
+                first.place,
+                f"every rank writes {Path(path).name}",
+                f"{ranks(by_rank)} saved to the same path {path}",
+            )
+
+
+def _written(run: Run) -> Iterator[Finding]:
+    """Any other file that several ranks open for writing, or that one reads while another may still write it."""
+    saved = {record["path"] for record in run.all("save")}
+    reads = _by(run, "read", "path")
+    for path, by_rank in _by(run, "open", "path").items():
+        if path in saved:
+            continue
+        writers = {rank: [r for r in those if r["mode"] == "write"] for rank, those in by_rank.items()}
+        writers = {rank: those for rank, those in writers.items() if those and those[0].place}
+        unmet = [
+            (writer, reader)
+            for rank, those in writers.items()
+            for writer in those[:1]
+            for other, readers in reads.get(path, {}).items()
+            for reader in readers[:1]
+            if other != rank and other not in writers and reader.syncs <= writer.syncs and reader.at_s >= writer.at_s
+        ]
+        if len(writers) > 1:
+            first = min((those[0] for those in writers.values()), key=lambda record: record.at_s)
+            yield from found(
+                "download-on-all-ranks" if reads.get(path) else "save-on-all-ranks",
+                first.place,
+                f"every rank writes {Path(path).name}",
+                f"{ranks(writers)} opened the same path {path} for writing",
+            )
+        elif unmet:
+            writer, reader = unmet[0]
+            yield from found(
+                "download-on-all-ranks",
+                writer.place,
+                f"{Path(path).name} is written here while another rank may read it already",
+                f"rank {reader.rank} opened it ({at(reader.place)}) {reader.at_s - writer.at_s:.2f} s after rank "
+                f"{writer.rank} had begun to write, without having met it in between",
+            )
+
+
+def _fetched(run: Run) -> Iterator[Finding]:
+    for url, by_rank in _by(run, "download", "url").items():
+        first = next(iter(by_rank.values()))[0]
+        if len(by_rank) > 1:
+            yield from found(
+                "download-on-all-ranks", first.place, "every rank downloads the same thing", f"{ranks(by_rank)}: {url}"
+            )
+
+
+def _loaded(run: Run) -> Iterator[Finding]:
+    saves = _by(run, "save", "path")
+    for path, by_rank in _by(run, "load", "path").items():
+        for writer in (those[0] for those in saves.get(path, {}).values()):
+            early = [
+                r for rank, those in by_rank.items() for r in those[:1] if rank != writer.rank and r.syncs <= writer.syncs
+            ]
+            if early and early[0].rank not in saves[path]:
+                yield from found(
+                    "load-without-barrier",
+                    early[0].place,
+                    f"{Path(path).name} is loaded while another rank may still be writing it",
+                    f"rank {writer.rank} saves it ({at(writer.place)}); {ranks({r.rank for r in early})} "
+                    "loaded it without having met that rank in between",
+                )
+                return
+
+
+def _unmapped(run: Run) -> Iterator[Finding]:
+    """Only of a script that asks for GPUs."""
+    gpus = any(record["what"] == "cuda" for record in run.all("asks"))
+    loads = [record for record in run.all("load") if not record["mapped"]]
+    if gpus and len({record.rank for record in loads}) > 1:
+        yield from found(
+            "load-without-map-location",
+            loads[0].place,
+            "torch.load without map_location, in a script that uses GPUs where there are some",
+            f"{ranks({record.rank for record in loads})} load it",
+            confidence="likely",
+        )
+
+
+def _prefixed(run: Run) -> Iterator[Finding]:
+    for record in run.all("save"):
+        if record["prefixed"]:
+            yield from found(
+                "module-prefix-checkpoint",
+                record.place,
+                "the state dict of the DDP itself is saved, not of the model inside",
+                f"all keys in {Path(record['path']).name} begin with `module.`",
+            )
+            return
+
+
+def _tracked(run: Run) -> Iterator[Finding]:
+    trackers = list(run.all("tracker"))
+    for first in trackers[:1]:
+        same = [r for r in trackers if r.place == first.place and r["where"] == first["where"]]
+        if len({record.rank for record in same}) > 1:
+            yield from found(
+                "tracker-on-all-ranks",
+                first.place,
+                f"every rank starts {first['name'].removesuffix('.__init__')}",
+                f"started by {ranks({record.rank for record in same})}",
+            )
+
+
+def _printed(run: Run) -> Iterator[Finding]:
+    """Lines that come from every rank, unless they say which."""
+    by_place: dict[object, dict[int, list[Record]]] = {}
+    for record in run.all("print"):
+        by_place.setdefault(record.place, {}).setdefault(record.rank, []).append(record)
+    for by_rank in by_place.values():
+        first = next(iter(by_rank.values()))[0]
+        names_rank = any(re.search(r"rank|worker|process", f"{line_of(p)} {first['text']}", re.I) for p in first.places[:1])
+        if len(by_rank) < run.world or run.world < 2 or names_rank:
+            continue
+        lines = min(len(those) for those in by_rank.values())
+        yield from found(
+            "print-on-all-ranks",
+            first.place,
+            "every rank prints this",
+            f"{count(lines, 'line')} from each of {run.world} ranks, such as {first['text'][:60]!r}",
+            severity=None if lines > 1 else "advice",
+        )
+        return
+
+
+CHECKS = (_saved, _written, _fetched, _loaded, _unmapped, _prefixed, _tracked, _printed)

@@ -1,0 +1,87 @@
+"""How the ranks were started and met, and how they parted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.watching.evidence import at, count, found, ranks
+from paceline.doctor.watching.records import Run
+
+__all__ = ["CHECKS"]
+
+
+def _rendezvous(run: Run) -> Iterator[Finding]:
+    for account in run.accounts:
+        init = account.first("init")
+        if init is not None and init.over and not init.failed:
+            continue
+        for record in account.of("env"):
+            if record["key"] in ("MASTER_ADDR", "MASTER_PORT") and record["before"] not in (None, record["after"]):
+                yield from found(
+                    "rendezvous-overridden",
+                    record.place,
+                    f"{record['key']} is overwritten, so the ranks wait where nobody listens",
+                    f"{ranks([account.rank])} was told {record['key']}={record['before']}, set it to {record['after']}, "
+                    f"and never came out of init_process_group ({at(init.place if init else None)})",
+                )
+                return
+
+
+def _world_size(run: Run) -> Iterator[Finding]:
+    for init in run.all("init"):
+        if init["world_size"] not in (None, run.world):
+            yield from found(
+                "world-size-mismatch",
+                init.place,
+                f"init_process_group(world_size={init['world_size']}) in a run of {count(run.world, 'rank')}",
+                f"{init['world_size']} ranks were waited for, {run.world} were started",
+            )
+            return
+
+
+def _spawned(run: Run) -> Iterator[Finding]:
+    spawns = [record for record in run.all("spawn") if (record["count"] or 1) > 1]
+    if spawns and run.world > 1:
+        count_each = spawns[0]["count"]
+        yield from found(
+            "spawn-under-torchrun",
+            spawns[0].place,
+            f"each of the {run.world} ranks that were started starts {count_each} more",
+            f"{ranks({record.rank for record in spawns})} spawned {count_each} processes each, "
+            f"{count_each * len({record.rank for record in spawns})} in all, for a world of {run.world}",
+        )
+
+
+def _destroyed(run: Run) -> Iterator[Finding]:
+    left = [end for end in run.all("end") if end["code"] == 0 and end["initialized"]]
+    init = run.accounts[0].first("init")
+    if left and init is not None:
+        yield from found(
+            "group-not-destroyed",
+            init.place,
+            "the process group that is made here is still there when the script ends",
+            f"{ranks({end.rank for end in left})} ended without destroy_process_group",
+        )
+
+
+def _legacy(run: Run) -> Iterator[Finding]:
+    for record in run.all("replicated"):
+        yield from found("legacy-data-parallel", record.place, "the model is wrapped in nn.DataParallel")
+        return
+
+
+def _alone(run: Run) -> Iterator[Finding]:
+    steps = [account.first("step") for account in run.accounts]
+    met = any(True for _ in run.all("init", "collective", "wrap", "spawn"))
+    if run.world > 1 and all(step is not None for step in steps) and not met:
+        taken = [sum(1 for _ in account.of("step")) for account in run.accounts]
+        yield from found(
+            "not-distributed",
+            steps[0].place if steps[0] else None,
+            f"started as {run.world} ranks, and each trains a model of its own",
+            f"the ranks took {' and '.join(map(str, taken))} optimizer steps and never called init_process_group",
+        )
+
+
+CHECKS = (_rendezvous, _world_size, _spawned, _destroyed, _legacy, _alone)

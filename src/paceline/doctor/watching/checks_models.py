@@ -1,0 +1,155 @@
+"""What DDP was made of: parameters that go unused, graphs that change, batch norms, buffers, checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.watching.evidence import beside, count, found, intervals, ranks
+from paceline.doctor.watching.records import Record, Run
+
+__all__ = ["CHECKS"]
+
+_FEW = 32
+"""A batch norm over so many samples of each rank does without the others'."""
+
+
+def _wraps(run: Run) -> dict[int, Record]:
+    return {r["ddp"]: r for r in run.accounts[0].of("wrap") if r["ddp"] is not None}
+
+
+def _graphs(run: Run, ddp: int) -> list[list[Record]]:
+    """The same graph of each rank, one after another."""
+    each = [[r for r in account.of("graph") if r["ddp"] == ddp] for account in run.accounts]
+    return [list(those) for those in zip(*each, strict=False)]
+
+
+def _differ(run: Run) -> Iterator[Finding]:
+    for those in beside(run, "wrap"):
+        models = [list(zip(r["names"] or (), map(tuple, r["shapes"] or ()), strict=False)) for r in those]
+        if all(model == models[0] for model in models):
+            continue
+        parts = [dict(model) for model in models]
+        name = next((n for n in {**parts[0], **parts[-1]} if parts[0].get(n) != parts[-1].get(n)), "")
+        shapes = [str(part.get(name, "missing")) for part in parts]
+        yield from found(
+            "model-differs-across-ranks",
+            those[0].place,
+            "the ranks wrap different models",
+            f"{name} is {' and '.join(shapes)} on ranks 0 to {run.world - 1}" if name else "",
+        )
+        return
+
+
+def _unused(run: Run) -> Iterator[Finding]:
+    for ddp, wrap in _wraps(run).items():
+        graphs = _graphs(run, ddp)
+        if not graphs or wrap["find_unused"] or wrap["static"]:
+            continue
+        differing = next((those for those in graphs if len({tuple(r["unused"]) for r in those}) > 1), None)
+        if differing is not None:
+            yield from found(
+                "rank-dependent-graph",
+                differing[0].place,
+                "the ranks run different parts of the model",
+                " and ".join(f"rank {r.rank} leaves out {', '.join(r['unused'][:3]) or 'nothing'}" for r in differing),
+            )
+        elif (those := next((those for those in graphs if those[0]["unused"]), None)) is not None:
+            names = those[0]["unused"]
+            yield from found(
+                "unused-parameters",
+                wrap.place,
+                f"{', '.join(names[:4])} take no part in the loss, and DDP waits for their gradients",
+                f"{count(len(names), 'parameter')} of {those[0]['total']} went unused in a forward of this run",
+            )
+
+
+def _unneeded(run: Run) -> Iterator[Finding]:
+    for ddp, wrap in _wraps(run).items():
+        graphs = _graphs(run, ddp)
+        if wrap["find_unused"] and len(graphs) > 1 and not any(r["unused"] for those in graphs for r in those):
+            yield from found(
+                "find-unused-unneeded",
+                wrap.place,
+                "find_unused_parameters=True walks the graph at each step for nothing",
+                f"each of {graphs[0][0]['total']} parameters was used in each of {len(graphs)} forwards, on every rank",
+            )
+
+
+def _static(run: Run) -> Iterator[Finding]:
+    for ddp, wrap in _wraps(run).items():
+        graphs = _graphs(run, ddp)
+        used = [tuple(those[0]["unused"]) for those in graphs]
+        if wrap["static"] and len(set(used)) > 1:
+            number = next(i for i, own in enumerate(used) if own != used[0])
+            changed = sorted(set(used[0]) ^ set(used[number]))
+            yield from found(
+                "static-graph-changes",
+                wrap.place,
+                "static_graph=True, and the graph changes",
+                f"forward {number + 1} uses other parameters than the first one: {', '.join(changed[:4])}",
+            )
+
+
+def _checkpointed(run: Run) -> Iterator[Finding]:
+    records = [r for r in run.accounts[0].of("checkpointed") if r["ddp"] is not None]
+    failed = next((r for r in run.all("error") if "ready only once" in r["text"] or "ready twice" in r["text"]), None)
+    if records:
+        yield from found(
+            "reentrant-checkpoint",
+            records[0].place,
+            "reentrant checkpointing inside of a DDP",
+            f"rank {failed.rank} failed: a parameter was marked ready twice in one backward" if failed
+            else f"{count(len(records), 'block')} in this run; it works only while each runs once in a forward",
+            severity="error" if failed else "advice",
+        )
+
+
+def _norms(run: Run) -> Iterator[Finding]:
+    for ddp, wrap in _wraps(run).items():
+        forwards = [r for r in run.accounts[0].of("forward") if r["ddp"] == ddp and r["training"] and r["grad"]]
+        batch = max((r["batch"] or 0 for r in forwards), default=0)
+        if wrap["norms"] and forwards:
+            yield from found(
+                "batchnorm-unsynced",
+                wrap.place,
+                f"{count(wrap['norms'], 'batch norm')} take{'s' if wrap['norms'] == 1 else ''} statistics of one rank's samples",
+                f"{batch} samples on each rank, {batch * run.world} in the whole batch",
+                severity="warning" if batch < _FEW else "advice",
+            )
+
+
+def _overwritten(run: Run) -> Iterator[Finding]:
+    wraps = _wraps(run)
+    for record in run.all("overwritten"):
+        if record.rank == 0 or record["ddp"] not in wraps:
+            continue
+        names = record["names"]
+        yield from found(
+            "rank-local-buffer-overwritten",
+            wraps[record["ddp"]].place,
+            f"DDP overwrites {', '.join(names[:3])} with rank 0's value before each forward",
+            f"rank {record.rank} had {record['before'][0]:g} in {names[0]}, and went on with {record['after'][0]:g}",
+        )
+        return
+
+
+def _buffers(run: Run) -> Iterator[Finding]:
+    for ddp, wrap in _wraps(run).items():
+        if wrap["broadcasts"] or not wrap["buffers"] or run.world < 2:
+            continue
+        for those in zip(*(intervals(account) for account in run.accounts), strict=False):
+            buffers = [one.step["buffers"] or {} for one in those]
+            names = [name for name in buffers[0] if len({own.get(name) for own in buffers}) > 1]
+            if names:
+                yield from found(
+                    "buffers-not-synced",
+                    wrap.place,
+                    "broadcast_buffers=False, and the ranks' buffers differ",
+                    f"before step {those[0].number + 1} {ranks(range(run.world))} hold different values in "
+                    f"{', '.join(names[:3])}",
+                )
+                break
+
+
+CHECKS = (_differ, _unused, _unneeded, _static, _checkpointed, _norms, _overwritten, _buffers)

@@ -1,0 +1,144 @@
+"""From what the ranks have told to what is wrong with the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.watching import (
+    checks_collectives,
+    checks_data,
+    checks_errors,
+    checks_files,
+    checks_gradients,
+    checks_launch,
+    checks_models,
+)
+from paceline.doctor.watching.records import Account, Run
+
+__all__ = ["cleared", "judge", "notes"]
+
+_FAMILIES = (
+    checks_launch,
+    checks_data,
+    checks_models,
+    checks_gradients,
+    checks_files,
+    checks_errors,
+    checks_collectives,
+)
+_CHECKS: tuple[Callable[[Run], Iterator[Finding]], ...] = tuple(
+    check for family in _FAMILIES for check in family.CHECKS
+)
+
+_MEETING = frozenset(
+    {
+        "rank-conditional-collective",
+        "rank-conditional-ddp-forward",
+        "rank-local-early-stop",
+        "collective-order-differs",
+        "data-dependent-collective",
+        "uneven-inputs",
+        "rank-local-skip",
+    }
+)
+_BROKEN = frozenset(
+    {
+        "rendezvous-overridden",
+        "world-size-mismatch",
+        "spawn-under-torchrun",
+        "model-differs-across-ranks",
+        "rank-dependent-graph",
+        "unused-parameters",
+        "static-graph-changes",
+        "reentrant-checkpoint",
+        "syncbn-on-cpu",
+        "shuffle-with-sampler",
+        "module-prefix-checkpoint",
+    }
+)
+_UNSYNCED = frozenset(
+    {
+        "ddp-forward-bypassed",
+        "unsynced-optimizer-step",
+        "params-changed-after-wrap",
+        "resume-on-one-rank",
+        "replicas-start-different",
+        "clip-before-sync",
+        "gradscaler-diverges",
+        "optimizer-stale-params",
+        "model-differs-across-ranks",
+        "rank-local-skip",
+    }
+)
+_EXPLAINED: tuple[tuple[str, frozenset[str]], ...] = (
+    ("replicas-diverged", _UNSYNCED | _MEETING),
+    ("replicas-start-different", frozenset({"params-changed-after-wrap", "resume-on-one-rank"})),
+    ("unused-parameters", frozenset({"params-changed-after-wrap", "static-graph-changes", "rank-dependent-graph"})),
+    ("group-not-destroyed", _BROKEN | _MEETING),
+    ("reentrant-checkpoint", frozenset({"static-graph-changes"})),
+    *((name, _BROKEN) for name in sorted(_MEETING)),
+    ("unequal-weight-average", frozenset({"uneven-inputs"})),
+)
+"""What is left out when something that explains it was found."""
+
+
+def judge(run: Run) -> list[Finding]:
+    """All that the run shows, each mistake by its most specific name."""
+    found = list(_once(finding for check in _CHECKS for finding in check(run)))
+    names = {finding.id for finding in found if finding.level != "advice"}
+    gone = {name for name, causes in _EXPLAINED if causes & names}
+    return [finding for finding in found if finding.id not in gone]
+
+
+def cleared(run: Run) -> frozenset[str]:
+    """Rules of which the run has shown that the script obeys them."""
+    shown = set()
+    ended = run.stopped == "ended" and all(account.code == 0 for account in run.accounts)
+    shuffled = [
+        those
+        for those in checks_data.by_loader(run.accounts[0])
+        if those[0].loader["sampler"] is not None and sum(one.trains and bool(one.indices) for one in those) > 1
+    ]
+    if shuffled and all(those[0].indices != those[1].indices for those in shuffled):
+        shown.add("missing-set-epoch")
+    if ended and run.world > 1 and any(True for _ in run.all("collective", "backward")):
+        shown |= _MEETING
+    return frozenset(shown)
+
+
+def notes(run: Run) -> Iterator[str]:
+    """What the run could not show, and why."""
+    taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)
+    failure = checks_errors.first_failure(run)
+    for record in run.all("note"):
+        yield record["text"]
+    if run.stopped == "steps":
+        yield f"the run was ended after {taken} optimizer steps on each rank (--steps)"
+    elif run.stopped == "time":
+        yield f"the run was ended when time was up, after {taken} optimizer steps (--timeout)"
+    elif run.stopped == "spawned":
+        yield "the script starts processes of its own, into which the run pass does not look"
+    elif failure is not None:
+        account, error = failure
+        what = f"{error['type']}: {error['text'].strip()[:300]}" if error is not None else _ending(account)
+        where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
+        yield f"rank {account.rank} failed first{where}: {what}"
+
+
+def _ending(account: Account) -> str:
+    code = account.code or 0
+    return f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
+
+
+def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Of each rule and line the first; of one that an exception and a record tell, the record."""
+    seen: set[str] = set()
+    places: set[tuple[str, str, int]] = set()
+    for finding in findings:
+        key = (finding.id, finding.path, finding.line)
+        said = finding.id in seen and finding.id in _BROKEN
+        if key not in places and not said:
+            places.add(key)
+            seen.add(finding.id)
+            yield finding

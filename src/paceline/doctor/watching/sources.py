@@ -1,0 +1,149 @@
+"""What the source says around a line: conditions it stands under, loops it is in. Reads files, runs nothing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.doctor.watching.records import Place
+
+__all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loop_around"]
+
+_RANK = re.compile(r"rank|is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index", re.I)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, and how it may be left before its end.
+
+    Args:
+        line: of its head.
+        exits: the lines of its ``break``, ``return`` and ``raise`` under a condition, with that condition.
+        skips: the same of its ``continue``.
+    """
+
+    path: str
+    line: int
+    last: int
+    exits: tuple[tuple[int, str], ...]
+    skips: tuple[tuple[int, str], ...]
+
+    def holds(self, place: Place) -> bool:
+        return place.path == self.path and self.line <= place.line <= self.last
+
+
+def conditions(places: Sequence[Place]) -> list[tuple[Place, str]]:
+    """The conditions under which the lines of a call stand, innermost first, each with its own line.
+
+    An ``if`` that decides whether the script is the main one is none.
+    """
+    found = []
+    for place in places:
+        for node in _around(place):
+            if isinstance(node, ast.If) and node.test.lineno <= place.line:
+                text = ast.unparse(node.test)
+                if "__main__" not in text and not node.test.lineno <= place.line <= (node.test.end_lineno or 0):
+                    found.append((Place(place.path, node.lineno), text))
+    return found
+
+
+def is_of_rank(condition: str, path: str) -> bool:
+    """Whether a condition asks for the rank, by itself or through a name that was given its answer."""
+    if _RANK.search(condition):
+        return True
+    names = set(re.findall(r"[A-Za-z_]\w*", condition))
+    return bool(names & _rank_names(path))
+
+
+def loop_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> Loop | None:
+    """The innermost loop around the lines of a call that is not around all of those of another one."""
+    for place in places:
+        for node in _around(place):
+            if isinstance(node, ast.For | ast.While | ast.AsyncFor):
+                exits, skips = _leaving(node)
+                loop = Loop(place.path, node.lineno, node.end_lineno or node.lineno, tuple(exits), tuple(skips))
+                if not any(loop.holds(other) for other in apart_from):
+                    return loop
+    return None
+
+
+def line_of(place: Place) -> str:
+    """Its text."""
+    lines = _text(place.path).splitlines()
+    return lines[place.line - 1].strip() if 0 < place.line <= len(lines) else ""
+
+
+def _around(place: Place) -> list[ast.AST]:
+    """The statements around a line, in its own function, innermost first."""
+    found: list[ast.AST] = []
+    body: Sequence[ast.AST] = [_tree(place.path)]
+    while body:
+        node = next((n for n in body if _first(n) <= place.line <= getattr(n, "end_lineno", place.line)), None)
+        if node is None:
+            break
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.clear()
+        found.append(node)
+        body = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler)]
+    return found[::-1]
+
+
+def _first(node: ast.AST) -> int:
+    return getattr(node, "lineno", 0)
+
+
+def _leaving(loop: ast.For | ast.While | ast.AsyncFor) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    exits: list[tuple[int, str]] = []
+    skips: list[tuple[int, str]] = []
+
+    def look(body: Sequence[ast.stmt], condition: str | None, nested: bool) -> None:
+        for statement in body:
+            if condition is not None and isinstance(statement, ast.Break | ast.Return | ast.Raise):
+                if not (nested and isinstance(statement, ast.Break)):
+                    exits.append((statement.lineno, condition))
+            elif condition is not None and isinstance(statement, ast.Continue) and not nested:
+                skips.append((statement.lineno, condition))
+            elif isinstance(statement, ast.If):
+                look(statement.body, ast.unparse(statement.test), nested)
+                look(statement.orelse, f"not ({ast.unparse(statement.test)})", nested)
+            elif isinstance(statement, ast.For | ast.While | ast.AsyncFor):
+                look(statement.body, condition, True)
+            elif isinstance(statement, ast.With | ast.AsyncWith | ast.Try):
+                look(statement.body, condition, nested)
+                for handler in getattr(statement, "handlers", ()):
+                    look(handler.body, "an exception", nested)
+
+    look(loop.body, None, False)
+    return exits, skips
+
+
+@functools.lru_cache(maxsize=256)
+def _rank_names(path: str) -> frozenset[str]:
+    """Names that are given the answer to a question for the rank."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Assign) and _RANK.search(ast.unparse(node.value)):
+            if "==" in ast.unparse(node.value) or "not " in ast.unparse(node.value):
+                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+                found |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _tree(path: str) -> ast.Module:
+    try:
+        return ast.parse(_text(path))
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
+
+
+@functools.lru_cache(maxsize=256)
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
