@@ -18,12 +18,16 @@ import psutil
 import pytest
 
 from pool import Pool
+from resident import Resident
 
 GRACE_S = 5.0
 """How long a thread or process may take to end after its test; nobody waits who need not."""
 
 OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 """Set by pytest, by torch when it first imports its compiler, and by scikit-learn."""
+
+LONGEST_FIRST = ("command", "workers", "tests", "unit")
+"""Folders of tests, for who deals them to processes."""
 
 hypothesis.settings.register_profile("short", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
@@ -40,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist: long files first, so that no process is left with one at last
+        items.sort(key=lambda item: LONGEST_FIRST.index(item.path.parent.name))
     if config.getoption("--long"):
         return
     left_out = [item for item in items if item.get_closest_marker("long")]
@@ -60,6 +66,25 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Processes for jobs of several workers, kept for the whole session."""
     with Pool(tmp_path_factory.mktemp("pool")) as kept:
         yield kept
+
+
+@pytest.fixture(scope="session")
+def resident() -> Iterator[Resident]:
+    """A process from which commands are forked, kept for the whole session."""
+    with Resident() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", autouse=True)
+def commands_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the folder of those that start commands."""
+    if request.path.parent.name != "command":
+        yield
+        return
+    import driving
+
+    with driving.forking_from(request.getfixturevalue("resident")):
+        yield
 
 
 @pytest.fixture

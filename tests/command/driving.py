@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from resident import Forked, Resident
 
 from paceline.events import read_events
 
-__all__ = ["TINY", "Ended", "Started", "paceline", "reached", "result", "start", "wait_for", "write_tiny"]
+__all__ = [
+    "TINY",
+    "Ended",
+    "Started",
+    "forking_from",
+    "paceline",
+    "reached",
+    "result",
+    "script",
+    "start",
+    "wait_for",
+    "write_tiny",
+]
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 DEADLINE_S = 240.0
@@ -53,23 +67,38 @@ class Started:
         words: the command line, from the program on.
         cwd: where it runs; relative paths in configurations begin there.
         extra: environment variables on top of this process's.
+        resident: what it is forked from, if it runs Python; ``None``: it starts anew.
     """
 
-    def __init__(self, words: list[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
+    process: subprocess.Popen[bytes] | Forked
+
+    def __init__(
+        self,
+        words: list[str],
+        cwd: Path,
+        extra: Mapping[str, str] | None = None,
+        *,
+        resident: Resident | None = None,
+    ) -> None:
         self._begun = time.monotonic()
         logs = cwd / "logs"
         logs.mkdir(exist_ok=True)
         self._out, self._err = (logs / f"{time.monotonic_ns()}.{end}" for end in ("out", "err"))
+        environ = {**os.environ, **(extra or {})}
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                words,
-                cwd=cwd,
-                env={**os.environ, **(extra or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            if resident is None:
+                self.process = subprocess.Popen(
+                    words,
+                    cwd=cwd,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            else:
+                assert words[0] == sys.executable
+                self.process = resident.start(words[1:], cwd, environ, self._out, self._err)
         self._seen: set[psutil.Process] = {psutil.Process(self.process.pid)}
 
     def all_processes(self) -> set[psutil.Process]:
@@ -95,7 +124,7 @@ class Started:
             orphan.kill()
         assert not orphans, f"left behind: {orphans}"
         out, err = self._texts()
-        return Ended(code=self.process.returncode, out=out, err=err, time=ended)
+        return Ended(code=self.process.wait(), out=out, err=err, time=ended)
 
     def kill(self) -> None:
         """SIGKILL to the command and all of its processes at once, as a machine that loses power."""
@@ -111,14 +140,41 @@ class Started:
         return self._out.read_text(), self._err.read_text()
 
 
-def start(*words: str, cwd: Path, extra: Mapping[str, str] | None = None) -> Started:
-    """Starts ``python -m paceline`` with ``words``."""
-    return Started([sys.executable, "-m", "paceline", *words], cwd, extra)
+_resident: list[Resident] = []
+"""What commands are forked from, while `forking_from` is open."""
 
 
-def paceline(*words: str, cwd: Path, extra: Mapping[str, str] | None = None) -> Ended:
-    """Runs ``python -m paceline`` with ``words`` to its end."""
-    return start(*words, cwd=cwd, extra=extra).wait()
+@contextlib.contextmanager
+def forking_from(resident: Resident) -> Iterator[None]:
+    """Inside, commands are forked from ``resident``."""
+    _resident.append(resident)
+    yield
+    _resident.remove(resident)
+
+
+def start(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew: bool = False) -> Started:
+    """Starts ``python -m paceline`` with ``words``.
+
+    Args:
+        words: behind the program's name.
+        cwd: where it runs.
+        extra: environment variables on top of this process's.
+        anew: in a fresh interpreter, as its user would; else forked from one that has imported what it needs, unless
+            it measures what a process holds.
+    """
+    return script("-m", "paceline", *words, cwd=cwd, extra=extra, anew=anew)
+
+
+def script(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew: bool = False) -> Started:
+    """Starts ``python`` with ``words``: ``-m paceline ...``, or a script and its arguments. As `start`."""
+    anew = anew or not _resident or "plan" in words or "--execution.memory" in words
+    resident = None if anew else _resident[-1]
+    return Started([sys.executable, *words], cwd, extra, resident=resident)
+
+
+def paceline(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew: bool = False) -> Ended:
+    """Runs ``python -m paceline`` with ``words`` to its end. As `start`."""
+    return start(*words, cwd=cwd, extra=extra, anew=anew).wait()
 
 
 def result(run_dir: Path) -> dict[str, Any]:

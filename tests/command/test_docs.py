@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import DEADLINE_S, Started
+from driving import DEADLINE_S, Started, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +50,8 @@ SURROUNDINGS = {
     "CUDA_VISIBLE_DEVICES": "",  # what the pages show has come out of a CPU
     "OMP_NUM_THREADS": "1",  # as torchrun sets it, so that scripts in plain torch do not fight for the cores
 }
+ANEW = {"from-one-gpu.md", "memory.md"}
+"""Pages whose commands start in a fresh interpreter: a whole page as its reader does it, and what processes hold."""
 CELLS = """
 import json, sys
 names = {"__name__": "__main__"}
@@ -127,13 +130,21 @@ class Reader:
 
     def _type(self, text: str, place: str) -> None:
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
-            ended = Started(["bash", "-c", command], self._folder, SURROUNDINGS).wait()
+            ended = self._start(command).wait()
             if "error: " in expected:
                 assert ended.code, f"{place}: no error of $ {command}\n{ended.out}{ended.err}"
                 self._expect(expected, ended.out + ended.err, place)
             else:
                 ended.check()
                 self._expect(expected, ended.out, place)
+
+    def _start(self, command: str) -> Started:
+        """As a shell would; without one where it has nothing to do but to start Python."""
+        program, *words = shlex.split(command)
+        if self._name in ANEW or program not in ("paceline", "python") or set(command) & set("|&;<>$*"):
+            return Started(["bash", "-c", command], self._folder, SURROUNDINGS)
+        words = ["-m", "paceline", *words] if program == "paceline" else words
+        return script(*words, cwd=self._folder, extra=SURROUNDINGS)
 
     def _expect(self, expected: str, found: str, place: str) -> None:
         digests = alike(expected.splitlines(), found.splitlines(), self._digests)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from driving import Started, paceline
+from driving import Started, paceline, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -170,18 +170,23 @@ SHOWS: dict[str, dict[str, str]] = {
 ``{}`` stands for anything, ``{low..high}`` for a number, ``{name}`` for the same text wherever the name stands and
 another for each other name. Digests must be the same for all ways to run a program.
 """
+ANEW = {"recompute.py", "train.py"}
+"""Alone in a fresh interpreter: one that measures its memory, and one for all."""
 
 
 def start(program: str, how: str, cwd: Path, *arguments: str) -> Started:
     launcher, _, workers = how.partition(" ")
-    words = {
-        "alone": [],
-        "launch": ["-m", "paceline", "launch", "-n", workers],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"],
-    }[launcher]
+    words = [str(EXAMPLES / program), *arguments]
     cwd.mkdir()
     extra = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the numbers are a CPU's
-    return Started([sys.executable, *words, str(EXAMPLES / program), *arguments], cwd, extra)
+    match launcher:
+        case "torchrun":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
+            return Started([*torchrun, *words], cwd, extra)
+        case "launch":
+            return script("-m", "paceline", "launch", "-n", workers, *words, cwd=cwd, extra=extra)
+        case _:
+            return script(*words, cwd=cwd, extra=extra, anew=program in ANEW)
 
 
 def check_shown(text: str, expected: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import Started, paceline, reached, result, start, wait_for, write_tiny
+from driving import Started, paceline, reached, result, script, start, wait_for, write_tiny
 
 from paceline.errors import EXIT_NO_PROGRESS, EXIT_POISONED, EXIT_PREEMPTED
 from paceline.events import read_events
@@ -360,7 +360,7 @@ def test_a_loop_of_ones_own_with_phases_calls_and_loader_workers(place: Place, t
 
 def test_a_function_that_is_launched(place: Place) -> None:
     (place.path / "launches.py").write_text(LAUNCHES)
-    ended = Started([sys.executable, "launches.py", str(place.path / "launched")], place.path).wait().check()
+    ended = script("launches.py", str(place.path / "launched"), cwd=place.path).wait().check()
     alone, *stormy = ended.out.splitlines()[-1].split()
     assert len(stormy) >= 2 and set(stormy) == {alone}
     place.expect_struck("launched", "kill worker=0 step=5; kill worker=1 step=9 at=body")
@@ -561,7 +561,7 @@ def test_the_second_signal_ends_at_once(place: Place) -> None:
 
 def test_a_killed_command_leaves_no_orphans_and_resumes(place: Place, digest: str) -> None:
     words = ["train", "tiny.yaml", "--run-dir", "killed", "-n", "3", *OFTEN, "--execution.loader_workers", "1"]
-    started = start(*words, cwd=place.path)
+    started = start(*words, cwd=place.path, anew=True)
     wait_for(lambda: reached(place.path / "killed", 7), started)
     started.all_processes()
     os.kill(started.process.pid, signal.SIGKILL)

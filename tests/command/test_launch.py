@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from driving import Ended, Started, paceline, start, wait_for
+from driving import script as run_script
 
 from paceline.cli import main
 
@@ -40,7 +41,7 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_script_and_its_arguments(script: Path, words: list[str], workers: int, arguments: list[str]) -> None:
-    ended = paceline("launch", *words, cwd=script.parent).check()
+    ended = paceline("launch", *words, cwd=script.parent, anew=workers == 2).check()
     lines = sorted(ended.out.splitlines())
     assert lines == [f"{rank}/{workers} {arguments} __main__ True" for rank in range(workers)]
 
@@ -188,4 +189,4 @@ def test_a_forked_child_has_no_part_in_the_end_of_the_run(tmp_path: Path) -> Non
         "import os, sys, paceline\nrun = paceline.Run(paceline.Recipe(steps=1))\nrun.sum(1)\n"
         "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\nprint('on we go')\n"
     )
-    assert Started([sys.executable, "forks.py"], tmp_path).wait().check().out == "on we go\n"
+    assert run_script("forks.py", cwd=tmp_path).wait().check().out == "on we go\n"

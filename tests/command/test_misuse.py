@@ -16,7 +16,7 @@ from typing import Any
 
 import mistakes
 import pytest
-from driving import Ended, Started, paceline
+from driving import Ended, Started, paceline, script
 
 from pool import Outcome, Pool
 
@@ -89,7 +89,7 @@ GO_ON = {
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
     """By case and rank, what two workers met that made one mistake after the other."""
     words = ["launch", "-n", "2", str(SCRIPT), ",".join(GO_ON)]
-    ended = paceline(*words, cwd=tmp_path_factory.mktemp("mistakes")).check()
+    ended = paceline(*words, cwd=tmp_path_factory.mktemp("mistakes"), anew=True).check()
     assert "Traceback" not in ended.out + ended.err
     lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
     return {(line["case"], line["rank"]): line for line in lines}
@@ -250,7 +250,6 @@ def test_under_torchrun_too(tmp_path: Path, case: str, says: str) -> None:
 )
 def test_a_plain_script_with_a_mistake(tmp_path: Path, call: str, says: str) -> None:
     """Without a supervisor: an error that nobody catches is told all the same, and without a traceback."""
-    script = f"import threading, paceline\nlock = threading.Lock()\n{call}\n"
-    (tmp_path / "plain.py").write_text(script)
-    ended = Started([sys.executable, "plain.py"], tmp_path).wait().check(1)
+    (tmp_path / "plain.py").write_text(f"import threading, paceline\nlock = threading.Lock()\n{call}\n")
+    ended = script("plain.py", cwd=tmp_path).wait().check(1)
     assert ended.error.startswith(says)

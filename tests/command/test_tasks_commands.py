@@ -85,7 +85,7 @@ def test_a_mistake_is_one_line_from_any_number_of_workers(place: Path, mistake: 
 def test_a_language_model_imports_nothing_of_the_other_tasks(tmp_path: Path, device: str) -> None:
     config = write_tiny(tmp_path, device)
     words = ["train", config.name, "-n", "1", "--recipe.steps", "1"]
-    ended = paceline(*words, cwd=tmp_path, extra={"PYTHONPROFILEIMPORTTIME": "1"}).check()
+    ended = paceline(*words, cwd=tmp_path, extra={"PYTHONPROFILEIMPORTTIME": "1"}, anew=True).check()
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", ended.err, re.MULTILINE))
     assert imported >= {"torch", "paceline.tasks.causal_lm", "paceline.loop"}
     assert not imported & {"sklearn", "transformers", "scipy", "pandas"}

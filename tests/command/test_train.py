@@ -83,8 +83,8 @@ def tiny(place: Path, run_dir: str, workers: int, *words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
-    """The run that nothing happened to, on 2 workers; its data is prepared on first use."""
-    paceline(*tiny(place, "whole", 2), cwd=place).check()
+    """The run that nothing happened to, on 2 workers, in a fresh interpreter; its data is prepared on first use."""
+    paceline(*tiny(place, "whole", 2), cwd=place, anew=True).check()
     return place / "whole"
 
 

@@ -246,7 +246,7 @@ def test_a_run_that_fails_shows_its_error_and_gives_its_code(place: Path) -> Non
 def test_an_interrupted_verify_leaves_nothing(place: Path) -> None:
     home = place / "runs" / "stopped-verify"
     words = ("--workers", "1,2", "--task.sample", "1", "--recipe.steps", "100000", "--run-dir", "runs/stopped")
-    running = start("verify", "leaky.yaml", *words, cwd=place)
+    running = start("verify", "leaky.yaml", *words, cwd=place, anew=True)
     wait_for(lambda: any(home.glob("*/1/events.jsonl")), running)
     running.process.send_signal(signal.SIGTERM)
     running.wait().check(128 + signal.SIGTERM)

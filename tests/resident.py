@@ -1,0 +1,230 @@
+"""Commands in processes forked from one that has imported torch: what costs seconds of CPU each costs milliseconds.
+
+A command is a process of its own as if its user had started it: a session, a working directory, an environment, output
+in files, an exit code. Two imports are saved, its own and that of the template from which it forks its workers: the
+template is forked too. What a fresh interpreter would do otherwise is little (it hashes strings by another key), and
+each module of tests starts some commands anew; see `driving.start`.
+
+Run as a program, this file is the process that commands are forked from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import paceline
+from paceline import env
+from paceline.supervisor.processes import Process, Template
+
+__all__ = ["Forked", "Resident"]
+
+START_S = 300.0
+"""The longest that importing everything takes."""
+ALSO = ("cloudpickle", "paceline.launcher", "paceline.supervisor", "sklearn.datasets")
+"""What commands import beside what the template does."""
+
+
+class Forked:
+    """A command that was forked: what a test uses of a `subprocess.Popen`.
+
+    Args:
+        link: where the resident says the command's id, and at its end the exit code.
+    """
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        link.settimeout(START_S)
+        self.pid = int(self._told())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, as soon as it has ended; negative: the signal that killed it."""
+        if self.returncode is None and select.select([self._link], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = int(self._told())
+            self._link.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _told(self) -> bytes:
+        told = self._link.recv(16)
+        assert told, "the process that commands are forked from has died; look above for what it printed"
+        return told
+
+
+class Resident:
+    """The process that commands are forked from. A context: it ends with it."""
+
+    def __enter__(self) -> Resident:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=env.for_template(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.close()
+        self._process.wait()
+
+    def start(self, words: Sequence[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> Forked:
+        """A command that has started.
+
+        Args:
+            words: what stands behind ``python``: ``-m paceline`` and its words, ``-c`` and a program, or a script and
+                its arguments.
+            cwd: where it runs.
+            environ: its whole environment.
+            out: the file of what it prints.
+            err: the same for its errors.
+        """
+        told = [list(words), str(cwd), dict(environ), str(out.absolute()), str(err.absolute())]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, os.fdopen(os.memfd_create("request"), "w", encoding="utf-8") as request:  # of any size
+            json.dump(told, request)
+            request.flush()
+            socket.send_fds(self._requests, [b"command"], [theirs.fileno(), request.fileno()])
+        return Forked(ours)
+
+
+def serve(requests: socket.socket) -> Any:
+    """Forks a command for every request, until ``requests`` is closed. What each process ends with."""
+    from paceline import template
+
+    for name in ALSO:
+        importlib.import_module(name)
+    template._prepare()
+    running: dict[int, tuple[int, int]] = {}  # by descriptor of the process: its id, and its link
+    while True:
+        watched: list[Any] = [requests, *running]
+        ready, _, _ = select.select(watched, [], [])
+        for ended in running.keys() & set(ready):
+            command, link = running.pop(ended)
+            _, status = os.waitpid(command, 0)
+            os.write(link, str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(link)
+            os.close(ended)
+        if requests not in ready:
+            continue
+        message, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return 0
+        link, request = descriptors
+        command = os.fork()
+        if command == 0:
+            break
+        running[os.pidfd_open(command)] = command, link
+        os.close(request)
+        os.write(link, str(command).encode())
+    requests.close()
+    os.close(link)
+    for descriptor, (_, others) in running.items():
+        os.close(descriptor)
+        os.close(others)
+    return run(request)
+
+
+def run(request: int) -> Any:
+    """A command's life."""
+    with os.fdopen(request, encoding="utf-8") as file:
+        file.seek(0)
+        words, cwd, environ, out, err = json.load(file)
+    os.setsid()
+    os.chdir(cwd)
+    for descriptor, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environ)
+    if threads := environ.get("OMP_NUM_THREADS"):  # read when torch is imported
+        import torch
+
+        torch.set_num_threads(int(threads))
+    sys.path[:1] = [cwd, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv[:] = words
+    me = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    template = os.fork()
+    if template == 0:
+        return run_template(me, theirs)
+    theirs.close()
+    adopt(template, ours)
+    match words:
+        case ["-m", "paceline", *rest]:
+            from paceline.cli import main
+
+            sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
+            end(main())
+        case ["-c", program]:
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        case _:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """As the interpreter ends, but for half a second in which it takes down torch, which a command has not imported."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_template(command: int, requests: socket.socket) -> int:
+    """`python -m paceline.template`, as it is after its imports."""
+    from paceline import template
+
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != command:
+        os._exit(1)
+    os.closerange(3, requests.fileno())
+    os.closerange(requests.fileno() + 1, 256)
+    os.environ.update(env.for_template())
+    sys.argv[:] = [template.__file__]
+    return template.main(command, requests)
+
+
+def adopt(pid: int, link: socket.socket) -> None:
+    """Makes the forked template that of the command's first `Template`; should it die, the next is started as ever."""
+    start_anew = Template._start
+
+    def take(self: Template) -> None:
+        Template._start = start_anew  # type: ignore[method-assign]
+        self._popen = SimpleNamespace(returncode=None)  # type: ignore[assignment]
+        self._process = Process(pid, link)
+
+    Template._start = take  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    sys.exit(serve(socket.socket(fileno=int(sys.argv[1]))))
