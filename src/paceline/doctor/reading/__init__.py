@@ -1,14 +1,28 @@
-"""Reads a script without importing or running it, and finds what can be told from its source."""
+"""Reads a script without importing or running it, and finds what can be told from its source.
+
+`statements.Reader` walks the syntax tree from the script's top into functions, classes and local imports, with `values.Value`s
+in place of what the script would compute; it leaves a `trace.Trace`: what the script does, in order, with the loops and
+conditions around it. The rules are small functions over that trace, in ``checks_*``.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.reading.checks import CHECKS
+from paceline.doctor.reading.program import Program
+from paceline.doctor.reading.statements import Reader
 from paceline.errors import UsageError
 
 __all__ = ["Read", "read"]
+
+RECURSION: Final = 12_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +46,31 @@ def read(script: Path) -> Read:
         UsageError: there is no such file.
     """
     if not script.is_file():
-        raise UsageError(
-            "cannot read the script", found=str(script), needed="a Python file", fix="give the path of a script"
-        )
-    return Read(findings=(), notes=(), looked=True)
+        found = f"{script}, {'a folder' if script.is_dir() else 'which is not there'}"
+        raise UsageError("cannot read a script", found=found, needed="a Python file", fix="Check the path")
+    with _deep_recursion():
+        try:
+            program = Program(script)
+        except ValueError as error:
+            return Read(findings=(), notes=(str(error),), looked=False)
+        reader = Reader(program)
+        notes = program.notes
+        try:
+            reader.walk()
+        except RecursionError:
+            notes.append(f"{script}: nested too deeply; read in part")
+        if reader.steps_left <= 0:
+            notes.append(f"{script}: too long to follow everywhere; read in part")
+        findings = tuple(finding for check in CHECKS for finding in check(reader.trace))
+    return Read(findings=findings, notes=tuple(notes), looked=True)
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Expressions and calls nest deeper in the reader than in the script."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)

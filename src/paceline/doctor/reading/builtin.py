@@ -1,0 +1,234 @@
+"""What Python's own functions give, and the standard library's where it matters."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+from paceline.doctor.reading.machine import Class
+from paceline.doctor.reading.objects import Objects, bound, method_of
+from paceline.doctor.reading.values import (
+    NONE,
+    UNKNOWN,
+    Known,
+    Value,
+    combined,
+    constant,
+    joined,
+    labels_of,
+)
+
+__all__ = ["Builtins"]
+
+_FOLDED: Final[dict[str, Callable[..., Any]]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "abs": abs,
+    "round": round,
+    "min": min,
+    "max": max,
+    "math.ceil": math.ceil,
+    "math.floor": math.floor,
+    "divmod": divmod,
+    "len": lambda text: len(text) if isinstance(text, str) else UNKNOWN,
+    "operator.not_": operator.not_,
+}
+_PER_PROCESS: Final = frozenset(
+    "time.time time.perf_counter time.monotonic os.getpid datetime.datetime.now uuid.uuid4 socket.gethostname "
+    "tempfile.mkdtemp tempfile.TemporaryDirectory tempfile.NamedTemporaryFile tempfile.mkstemp time.strftime".split()
+)
+_LISTING: Final = frozenset("os.listdir os.scandir glob.glob glob.iglob os.walk".split())
+_CORES: Final = frozenset("os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count".split())
+
+
+class Builtins(Objects):
+    """Calls into Python itself."""
+
+    def builtin(
+        self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value | None:
+        """``None``: it is no such call."""
+        short = name.removeprefix("builtins.")
+        labels = labels_of([*arguments, *keywords.values()]) - {"graph"}
+        first = arguments[0] if arguments else None
+        if name in _PER_PROCESS:
+            return Value("unknown", labels | {"clock"})
+        if name in _CORES:
+            return Value("unknown", frozenset({"cores"}))
+        if name in _LISTING:
+            return Value("list", labels | {"listing", "some"}, items=[Value("path", labels | {"listing"})])
+        if short in ("operator.not_",) or first is None:
+            return self._without_arguments(short)
+        if short in _FOLDED and short != "len" and not keywords:
+            known = combined(_FOLDED[short], *(a.known for a in arguments))
+            if known is None and short in ("int", "float", "bool", "str", "max", "min"):
+                return Value("unknown", labels, first.name)
+            return Value("scalar" if known else "unknown", labels, known=known)
+        method = getattr(self, f"_call_{short.replace('.', '_')}", None) if short == name.removeprefix("builtins.") else None
+        return method(arguments, keywords, node) if method is not None else None
+
+    def _without_arguments(self, name: str) -> Value | None:
+        match name:
+            case "list" | "tuple":
+                return Value("list", items=[], length=Known((0,)))
+            case "dict" | "collections.OrderedDict" | "types.SimpleNamespace":
+                return None
+            case "set":
+                return Value("set", items=[], length=Known((0,)))
+        return None
+
+    def _call_len(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        value = arguments[0].of_kind("loader", "dataset", "sampler", "list", "tensor") or arguments[0]
+        if isinstance(value.code, Class) and (method := method_of(value, "__len__")) is not None:
+            value = self.call(bound(method, value), [], {}, node)
+            return Value("scalar" if value.known else "unknown", value.labels | {"size"}, known=value.known)
+        if value.kind == "scalar":
+            known = combined(_FOLDED["len"], value.known)
+            return Value("scalar" if known else "unknown", value.labels, known=known)
+        own = frozenset({"size", "count-of-" + value.kind}) | (value.labels & {"world", "shard"})
+        if value.kind == "loader":
+            sampler = value.fields.get("sampler")
+            is_sharded = sampler is not None and sampler.of_kind("sampler") is not None
+            own |= frozenset({"count-of-shard"}) if is_sharded else frozenset({"count-of-dataset"})
+        known = value.length
+        if known is None or len(set(known.points)) > 1:
+            own |= value.labels & {"rank"}
+        if "unique" in value.labels:
+            own |= value.labels & {"rank", "data"}
+        return Value("scalar" if known else "unknown", own, known=known)
+
+    def _call_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        length = combined(lambda *bounds: len(range(*bounds)), *(a.known for a in arguments[:3]))
+        return Value("range", labels_of(arguments), items=arguments[:3], length=length)
+
+    def _call_enumerate(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        return Value("enumerate", labels_of(arguments[:1]), fields={"of": arguments[0]}, length=arguments[0].length)
+
+    def _call_zip(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        return Value("zip", labels_of(arguments), items=arguments, length=arguments[0].length)
+
+    def _call_sorted(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        return _freshened(arguments[0], remove={"listing", "hash-order"})
+
+    def _call_set(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        value = _freshened(arguments[0], remove=set())
+        return Value("set", value.labels | {"hash-order"}, items=value.items)
+
+    _call_frozenset = _call_set
+
+    def _call_list(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        value = arguments[0]
+        if value.kind in ("loader", "lazy", "enumerate", "zip"):
+            return Value("list", labels_of((value,)) | {"some"}, items=[self.element(value, node)], length=value.length)
+        if value.items is not None and value.kind != "range":
+            return _freshened(value, remove=set())
+        return Value("list", labels_of((value,)), length=value.length) if value.kind == "range" else value
+
+    _call_tuple = _call_list
+
+    def _call_iter(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        value = arguments[0]
+        if (loader := value.of_kind("loader")) is not None:
+            self.event("iterate", node, subject=loader)
+        if isinstance(value.code, Class) and (method := method_of(value, "__iter__")) is not None:
+            return self.call(bound(method, value), [], {}, node)
+        return value
+
+    _call_reversed = _call_iter
+
+    def _call_next(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        value = arguments[0]
+        if value.of_kind("parameters") is not None or value.kind != "instance":
+            return self.element(value, node)
+        return self.call_method(value, "__next__", [], {}, node)
+
+    def _call_map(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        given = [self.element(part, node) for part in arguments[1:]]
+        made = self.call(arguments[0], given, {}, node)
+        return Value("list", labels_of([made, *arguments[1:]]) | {"some"}, items=[made])
+
+    def _call_filter(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        return _freshened(arguments[-1], remove=set(), add={"some"})
+
+    def _call_sum(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        inner = self.element(arguments[0], node)
+        return Value("tensor" if inner.kind == "tensor" else "unknown", labels_of((inner, arguments[0])) | {"sum"})
+
+    def _call_isinstance(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        value = arguments[0]
+        name = arguments[1].name if len(arguments) > 1 else ""
+        if name == "torch.nn.parallel.DistributedDataParallel" and not value.options:
+            if value.kind in ("ddp", "module"):
+                return constant(value.kind == "ddp")
+        elif name == "torch.utils.data.DistributedSampler" and value.kind == "sampler":
+            return constant(value.name == name)
+        return Value(labels=value.labels & {"config"})
+
+    def _call_hasattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
+        if name == "module" and value.kind in ("ddp", "module") and "module" not in value.fields:
+            return constant(value.kind == "ddp")
+        if name == "module" and value.kind == "ddp":
+            return constant(True)
+        if name == "set_epoch" and value.kind == "sampler":
+            return constant(value.name == "torch.utils.data.DistributedSampler")
+        return Value()
+
+    def _call_getattr(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
+        if isinstance(name, str):
+            if len(arguments) > 2 and value.kind not in ("instance", "module", "ddp", "api", "python_module"):
+                return joined([self.attribute(value, name, node), arguments[2]])
+            if len(arguments) > 2 and value.kind == "module" and name == "module":
+                return arguments[2]
+            return self.attribute(value, name, node)
+        for field, held in value.fields.items():
+            self.on_read(value, field, held)
+        return Value(labels=value.labels, kind="unknown")
+
+    def _call_setattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        if len(arguments) == 3 and isinstance(name := arguments[1].only, str):
+            self.write(arguments[0].fields, name, arguments[2])
+        return NONE
+
+    def _call_vars(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        return Value("dict", arguments[0].labels | {"open"}, fields=arguments[0].fields)
+
+    def _call_dict(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+        value = arguments[0]
+        return Value("dict", value.labels | {"open"}, fields={**value.fields, **keywords})
+
+    def _call_any(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        return Value("unknown", labels_of([self.element(arguments[0], node)]))
+
+    _call_all = _call_any
+
+    def _call_itertools_islice(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        value = arguments[0]
+        bounds = [a.known for a in arguments[1:]]
+        length = combined(
+            lambda size, *b: len(range(*slice(*b).indices(size))), value.length, *bounds
+        )
+        return Value(
+            value.kind if value.kind in ("list", "loader", "lazy") else "unknown",
+            labels_of(arguments), value.name, fields=value.fields, items=value.items, code=value.code, length=length,
+        )
+
+    def _call_itertools_cycle(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        return self._call_iter(arguments, {}, node)
+
+
+def _freshened(value: Value, *, remove: set[str], add: set[str] | None = None) -> Value:
+    """A list of the same elements."""
+    labels = (labels_of((value,)) - remove) | (add or set())
+    items = value.items
+    if items is not None and remove:
+        items = [Value(i.kind, i.labels - remove, i.name, i.known, i.fields, i.items, code=i.code) if i.labels & remove else i for i in items]
+    kind = "list" if value.kind in ("range", "unknown", "zip", "enumerate", "set") else value.kind
+    return Value(kind, labels, value.name, fields=value.fields, items=items if value.kind != "range" else None, code=value.code, length=value.length)
+

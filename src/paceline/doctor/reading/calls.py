@@ -1,0 +1,441 @@
+"""Calls: into the script's own functions and classes, and into APIs that the tables know."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Final
+
+from paceline.doctor.reading.effects import Effects
+from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api
+from paceline.doctor.reading.machine import Class, Frame, Function, Scope
+from paceline.doctor.reading.objects import bound, class_field, method_of
+from paceline.doctor.reading.values import (
+    NONE,
+    VARYING,
+    Known,
+    Value,
+    joined,
+    labels_of,
+    picked,
+)
+
+__all__ = ["Calls"]
+
+MAX_FRAMES: Final = 24
+_KIND_OF_BASE: Final = {
+    "torch.nn.Module": "module",
+    "torch.utils.data.Dataset": "dataset",
+    "torch.utils.data.IterableDataset": "stream",
+    "torch.utils.data.DistributedSampler": "sampler",
+    "torch.utils.data.Sampler": "sampler",
+    "torch.utils.data.BatchSampler": "sampler",
+    "torch.utils.data.DataLoader": "loader",
+    "torch.nn.parallel.DistributedDataParallel": "ddp",
+}
+_MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
+
+
+class Calls(Effects):
+    """Calls of all kinds."""
+
+    def call(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        if function.options:
+            return joined([self.call(option, arguments, keywords, node) for option in list(function.each())[:3]])
+        match function.kind:
+            case "function":
+                return self._call_function(function, arguments, keywords, node)
+            case "class":
+                return self._instantiate(function, arguments, keywords, node)
+            case "api":
+                return self._call_api(function.name, arguments, keywords, node)
+            case "module" | "ddp":
+                return self.forward(function, arguments, keywords, node)
+            case "bound":
+                return self.call_method(function.fields["self"], function.name, arguments, keywords, node)
+            case "partial":
+                held, given, named = function.code
+                return self.call(held, [*given, *arguments], {**named, **keywords}, node)
+        if isinstance(function.code, Class) and (method := method_of(function, "__call__")) is not None:
+            return self.call(bound(method, function), arguments, keywords, node)
+        return self._call_unknown("", [function, *arguments], keywords, node)
+
+    def call_method(
+        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value:
+        if receiver.options:
+            found = [self.call_method(option, name, arguments, keywords, node) for option in list(receiver.each())[:4]]
+            return joined(found) if found else Value()
+        if receiver.kind in ("api", "python_module") or (receiver.kind == "class" and receiver.code is not None):
+            return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
+        if receiver.kind == "super":
+            return self._call_super(receiver, name, arguments, keywords, node)
+        if name in receiver.fields and receiver.fields[name].kind != "unknown":
+            return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
+        if (method := method_of(receiver, name)) is not None:
+            if receiver.kind == "module" and name == "forward":
+                return self.forward(receiver, arguments, keywords, node)
+            code: Function = method.code
+            owner = receiver.fields.get("__class__", receiver) if code.flavour == "class" else receiver
+            return self.call(method if code.flavour == "static" else bound(method, owner), arguments, keywords, node)
+        if isinstance(receiver.code, Class) and (held := class_field(receiver, name)) is not None:
+            return self.call(held, arguments, keywords, node)
+        if (known := METHODS.get(receiver.kind, {}).get(name)) is not None:
+            return self._known_method(receiver, name, known, arguments, keywords, node)
+        if (made := self.container_method(receiver, name, arguments, keywords)) is not None:
+            return made
+        return self._other_method(receiver, name, arguments, keywords, node)
+
+    def _known_method(
+        self,
+        receiver: Value,
+        name: str,
+        known: Api,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        node: ast.AST,
+    ) -> Value:
+        given = {**dict(zip(known.parameters, arguments, strict=False)), **keywords}
+        result = Value(known.makes or "unknown", receiver.labels & VARYING, name, fields={"owner": receiver})
+        match known.makes:
+            case "self":
+                result = receiver
+            case "first":
+                result = arguments[0] if arguments else Value()
+            case "tensor":
+                result = Value(receiver.kind, receiver.labels, fields=receiver.fields, length=receiver.length)
+                if name == "detach":
+                    result = Value("tensor", receiver.labels - {"graph"}, length=receiver.length)
+            case "context":
+                result = Value("context", name=name, fields={"owner": receiver})
+            case "module" | "optimizer":
+                result = Value(known.makes)
+        if name == "register_buffer" and isinstance(buffer := given.get("name", NONE).only, str):
+            result = Value("buffer", given.get("tensor", NONE).labels, buffer)
+            self.write(receiver.fields, buffer, result)
+        elif name in ("register_parameter", "add_module", "append") and given:
+            held = list(given.values())
+            key = held[0].only if len(held) > 1 else len(receiver.fields)
+            self.write(receiver.fields, str(key), held[-1])
+        elif name == "apply" and arguments and arguments[0].kind == "function":
+            self.call(arguments[0], [Value("module")], {}, node)
+        elif receiver.kind == "generator" and name == "manual_seed":
+            receiver.labels |= frozenset({"rng"}) if labels_of(given.values()) & VARYING else frozenset()
+        elif name == "backward" and "graph" not in receiver.labels and receiver.kind == "tensor":
+            receiver.labels |= {"graph"}
+        if known.role:
+            self.event(known.role, node, name=name, subject=receiver, arguments=given, result=result)
+        return result
+
+    def _other_method(
+        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value:
+        given = {**{str(i): a for i, a in enumerate(arguments)}, **keywords}
+        if receiver.kind == "parser":
+            return self._call_parser(receiver, name, arguments, keywords)
+        if name == "backward":
+            self.event("backward", node, subject=receiver, arguments=given)
+        elif name in ("cuda", "to"):
+            result = Value(receiver.kind, receiver.labels, receiver.name, fields=receiver.fields, items=receiver.items)
+            role = "cuda" if name == "cuda" else "place"
+            self.event(role, node, subject=receiver, arguments={"device": arguments[0]} if arguments else given)
+            return result
+        elif name == "set_epoch":
+            self.event("set_epoch", node, subject=receiver, arguments={"epoch": arguments[0]} if arguments else given)
+        elif name in ("glob", "iterdir", "rglob") and receiver.kind != "tensor":
+            return Value("list", receiver.labels | {"listing", "some"}, items=[Value("path")])
+        elif name == "save_pretrained":
+            self.event("save", node, name=name, subject=receiver, arguments={"obj": receiver, "f": next(iter(given.values()), NONE)})
+        elif name in ("shuffle",) and arguments and receiver.kind == "generator":
+            arguments[0].labels |= receiver.labels & VARYING | {"shuffled"}
+        if receiver.kind == "generator":
+            return Value("unknown", receiver.labels & VARYING | labels_of(arguments))
+        if receiver.kind in ("optimizer", "loader", "sampler", "module", "ddp", "unknown", "instance"):
+            self._call_back(arguments, keywords, node)
+        return self.tensor_method(receiver, name, arguments, keywords)
+
+    # --- APIs
+
+    def _call_api(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        if name == "builtins.super":
+            return Value("super", fields=self._super_of(arguments))
+        if name in KEPT and arguments and name != "builtins.iter" and not name.startswith("builtins."):
+            return arguments[0]
+        if name == "functools.partial" and arguments:
+            return Value("partial", labels_of(arguments), code=(arguments[0], arguments[1:], keywords))
+        if name.startswith(("os.environ", "os.getenv", "os.putenv")):
+            return self._call_environment(name, arguments, node)
+        if name in ("argparse.Namespace", "types.SimpleNamespace"):
+            return Value("namespace", fields=dict(keywords))
+        if (known := api(name)) is not None:
+            given = {**dict(zip(known.parameters, arguments, strict=False)), **keywords}
+            for index, extra in enumerate(arguments[len(known.parameters) :]):
+                given[f"*{index}"] = extra
+            made = self.builtin(name, arguments, keywords, node)
+            if made is None:
+                made = self.known_call(name, known, given, arguments, node)
+                if known.role in ("spawn", "process"):
+                    self._spawn(known.role, given, node)
+                elif known.makes == "partial":
+                    made.code = (arguments[0], arguments[1:], keywords)
+            elif known.role:
+                self.event(known.role, node, name=name, arguments=given, result=made)
+            return made
+        if (made := self.builtin(name, arguments, keywords, node)) is not None:
+            return made
+        return self._call_unknown(name, arguments, keywords, node)
+
+    def _call_unknown(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        top = name.split(".")[0]
+        if top in ("torch", "numpy"):
+            last = name.rpartition(".")[2]
+            if top == "torch" and last[:1].islower():
+                self._call_back(arguments, keywords, node)
+            return self.tensor_call(name, arguments, keywords)
+        if top == "random":
+            return self.tensor_call(name, arguments, keywords)
+        given = [*arguments, *keywords.values()]
+        if top not in LIBRARIES and name != "builtins.print":
+            for value in given:
+                for option in value.each():
+                    if option.kind in _MINDED:
+                        option.labels |= {"escaped"}
+        self._call_back(arguments, keywords, node)
+        if keywords.get("download") is not None:
+            self.event("dataset", node, name=name, arguments=keywords)
+        labels = labels_of(given) - {"some", "open"}
+        return Value("path" if name.startswith(("pathlib.", "os.path.")) else "unknown", labels, name)
+
+    def _call_back(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> None:
+        """Functions handed to somebody else are called by it, with who knows what; ``atexit.register(destroy)``."""
+        for value in [*arguments, *keywords.values()]:
+            if value.kind == "function" and len(self.frames) < 8:
+                self._call_function(value, [], {}, node, unknown=True)
+            elif value.kind == "api" and value.name == "torch.distributed.destroy_process_group":
+                self.event("destroy", node, name=value.name)
+
+    def _call_environment(self, name: str, arguments: list[Value], node: ast.AST) -> Value:
+        match name:
+            case "os.environ.get" | "os.getenv" | "os.environ.pop" if arguments:
+                return self.variable(arguments[0], node, arguments[1] if len(arguments) > 1 else NONE)
+            case "os.environ.setdefault" if arguments:
+                return self.variable(arguments[0], node, arguments[1] if len(arguments) > 1 else NONE)
+            case "os.environ.update" if arguments:
+                for key, value in arguments[0].fields.items():
+                    self.event("environment", node, name=key, arguments={"value": value})
+        return Value("dict", frozenset({"open"}), name="os.environ")
+
+    def _call_parser(self, parser: Value, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        if name == "add_argument" and arguments:
+            flags = [flag.only for flag in arguments if isinstance(flag.only, str)]
+            long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
+            named = keywords.get("dest", NONE).only
+            field = named if isinstance(named, str) else long.lstrip("-").replace("-", "_")
+            parser.fields[field] = _option(field, keywords)
+            return NONE
+        if name in ("parse_args", "parse_known_args", "parse_args_into_dataclasses"):
+            made = Value("namespace", fields=parser.fields)
+            return made if name == "parse_args" else Value("tuple", items=[made, Value()])
+        if name == "set_defaults":
+            for field, value in keywords.items():
+                parser.fields[field] = Value("unknown", value.labels)
+            return NONE
+        return parser if name.startswith("add_") else Value()
+
+    def _spawn(self, role: str, given: dict[str, Value], node: ast.AST) -> None:
+        """Reads what started processes run, as a rank of them."""
+        target = given.get("fn") or given.get("target")
+        if target is None or target.kind not in ("function", "partial"):
+            return
+        rank = Value("scalar", frozenset({"rank", "local_rank"}), known=Known((0, 1)))
+        handed = list((given.get("args") or Value()).items or [])
+        if role == "spawn":
+            handed = [rank, *handed]
+        else:
+            handed = [rank if part.name == "counter" else part for part in handed]
+        outer = self.loops, self.levels, self.within, self.spawned
+        self.loops, self.levels, self.within, self.spawned = [], [[]], [], True
+        try:
+            self.call(target, handed, dict((given.get("kwargs") or Value()).fields), node)
+        finally:
+            self.loops, self.levels, self.within, self.spawned = outer
+
+    # --- the script's functions and classes
+
+    def _call_function(
+        self,
+        function: Value,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        node: ast.AST,
+        *,
+        unknown: bool = False,
+    ) -> Value:
+        code: Function = function.code
+        running = sum(frame.code is code.node for frame in self.frames)
+        if len(self.frames) >= MAX_FRAMES or running >= 2 or self.steps_left <= 0:
+            return Value(labels=labels_of([*arguments, *keywords.values()]))
+        if code.owner is not None and code.flavour != "static":
+            arguments = [code.owner, *arguments]
+        names = _bound_parameters(code, arguments, keywords, unknown=unknown)
+        scope = Scope(names, code.scope.module, code.scope)
+        if code.yields:
+            return Value("lazy", labels_of([*arguments, *keywords.values()]), function.name, code=(code, scope))
+        return self._run(code, scope)[0]
+
+    def _run(self, code: Function, scope: Scope, on_yield: Callable[[Value], None] | None = None) -> tuple[Value, list[Value]]:
+        """Walks a function's body; what it returns, and what it yields."""
+        frame = Frame(scope, code.node, depth=len(self.levels), on_yield=on_yield)
+        self.frames.append(frame)
+        self.levels.append(frame.level)
+        self.within += code.contexts
+        try:
+            if isinstance(code.node, ast.Lambda):
+                return self.evaluate(code.node.body), []
+            self.execute(code.node.body)
+            return _returned(frame), frame.yielded
+        finally:
+            del self.within[len(self.within) - len(code.contexts) :]
+            self.levels.pop()
+            self.frames.pop()
+
+    def run_lazily(self, value: Value, node: ast.AST) -> Value:
+        if not isinstance(value.code, tuple):
+            return Value(labels=value.labels)
+        code, scope = value.code
+        if sum(frame.code is code.node for frame in self.frames) >= 2 or len(self.frames) >= MAX_FRAMES:
+            return Value(labels=value.labels)
+        _, yielded = self._run(code, scope)
+        return joined(yielded) if yielded else Value(labels=value.labels)
+
+    def _instantiate(
+        self, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value:
+        kind, base = kind_of(cls)
+        made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
+        made.fields["__class__"] = cls
+        if kind == "module":
+            made.labels = self.seeds.get("torch", frozenset())
+        if (method := method_of(made, "__init__")) is not None:
+            self.call(bound(method, made), arguments, keywords, node)
+        else:
+            self._without_init(cls, made, arguments, keywords)
+        if kind in ("dataset", "stream", "sampler", "instance"):
+            given = labels_of([*arguments, *keywords.values()])
+            own = labels_of(v for name, v in made.fields.items() if name != "__class__")
+            minded = VARYING | {"listing", "hash-order", "shuffled"}
+            made.labels |= (given | own) & minded if kind != "instance" else given & VARYING & {"rank"}
+        if kind in ("dataset", "stream"):
+            self.event("dataset", node, name=cls.name, arguments=self._named(cls, arguments, keywords), result=made)
+        elif "download" in keywords:
+            self.event("dataset", node, name=cls.name, arguments=keywords, result=made)
+        return made
+
+    def _named(self, cls: Value, arguments: list[Value], keywords: dict[str, Value]) -> dict[str, Value]:
+        return {**{str(index): value for index, value in enumerate(arguments)}, **keywords}
+
+    def _without_init(
+        self, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]
+    ) -> None:
+        """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
+        annotated = [
+            line.target.id
+            for line in cls.code.node.body
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        ]
+        known = api(made.name)
+        parameters = annotated or list(known.parameters if known else ())
+        made.fields.update({name: v for name in annotated if (v := class_field(cls, name)) is not None})
+        made.fields.update(dict(zip(parameters, arguments, strict=False)))
+        made.fields.update({name: value for name, value in keywords.items() if name != "**"})
+
+    def _super_of(self, arguments: list[Value]) -> dict[str, Value]:
+        names = self.frame.scope.names
+        owner = arguments[1] if len(arguments) > 1 else next(iter(names.values()), Value())
+        home = self.frame.scope.names.get("__class__")
+        return {"owner": owner, "home": arguments[0] if arguments else home or owner.fields.get("__class__", Value())}
+
+    def _call_super(
+        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value:
+        owner, home = receiver.fields["owner"], receiver.fields["home"]
+        for base in home.code.bases if isinstance(home.code, Class) else ():
+            found = class_field(base, name) if base.kind == "class" else None
+            if found is not None and found.kind == "function":
+                return self.call(bound(found, owner), arguments, keywords, node)
+            if base.kind == "api" and name == "__init__" and (known := api(base.name)) is not None:
+                owner.fields.update(dict(zip(known.parameters, arguments, strict=False)))
+                owner.fields.update(keywords)
+        if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
+            return self._known_method(owner, name, known, arguments, keywords, node)
+        return Value(labels=labels_of([*arguments, *keywords.values()]))
+
+
+def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
+    """What an object of a class is, and the API that it descends from."""
+    for base in cls.code.bases if isinstance(cls.code, Class) and depth else ():
+        if base.kind == "api":
+            if (kind := _KIND_OF_BASE.get(base.name)) is not None:
+                return kind, "" if kind in ("module", "dataset", "stream") else base.name
+            known = api(base.name)
+            if known is not None and known.makes in ("module", "dataset", "sampler", "optimizer"):
+                return known.makes, ""
+        elif base.kind == "class" and (found := kind_of(base, depth - 1))[0] != "instance":
+            return found
+    return "instance", ""
+
+
+def _option(field: str, keywords: dict[str, Value]) -> Value:
+    """A command line's option: its default is a hint, not a fact."""
+    if field in ("local_rank", "rank"):
+        return Value("scalar", frozenset({"rank", field}), known=Known((0, 1)))
+    default = keywords.get("default", NONE)
+    action = keywords.get("action", NONE).only
+    if action in ("store_true", "store_false"):
+        return Value("unknown", frozenset({"config"}), "flag")
+    if default.known is not None and not default.is_none:
+        return Value("scalar", default.labels | {"config"}, known=Known(default.known.points, None, assumed=True))
+    return Value("unknown", frozenset({"config"}) | default.labels)
+
+
+def _bound_parameters(
+    code: Function, arguments: list[Value], keywords: dict[str, Value], *, unknown: bool
+) -> dict[str, Value]:
+    parameters = code.node.args
+    positional = [parameter.arg for parameter in (*parameters.posonlyargs, *parameters.args)]
+    names: dict[str, Value] = {}
+    rest = dict(keywords)
+    for name, value in zip(positional, arguments, strict=False):
+        names[name] = value
+    for name in (*positional, *(parameter.arg for parameter in parameters.kwonlyargs)):
+        if name in rest:
+            names[name] = rest.pop(name)
+        elif name not in names:
+            names[name] = Value() if unknown else code.defaults.get(name) or Value(labels=labels_of(rest.values()))
+    if parameters.vararg is not None:
+        extra = arguments[len(positional) :]
+        names[parameters.vararg.arg] = Value("tuple", items=extra, length=Known((len(extra),)))
+    if parameters.kwarg is not None:
+        names[parameters.kwarg.arg] = Value("dict", frozenset({"open"}) if unknown else frozenset(), fields=rest)
+    if code.home is not None:
+        names.setdefault("__class__", code.home)
+    return names
+
+
+def _returned(frame: Frame) -> Value:
+    """One value for all that a function may return, each under its own conditions."""
+    if not frame.returns:
+        return NONE
+    own = frame.returns
+    if len(own) == 1:
+        return own[0][0]
+    result, _ = own[-1]
+    for value, conditions in reversed(own[:-1]):
+        deciding = [condition for condition in conditions if condition.value.labels or condition.value.known]
+        if not deciding:
+            result = joined((value, result))
+            continue
+        last = deciding[-1]
+        result = picked(last.value, value, result) if last.holds else picked(last.value, result, value)
+    return result
+

@@ -1,0 +1,13 @@
+"""All rules that can be told from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.reading import checks_data
+from paceline.doctor.reading.trace import Trace
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Callable[[Trace], Iterator[Finding]], ...] = checks_data.CHECKS

@@ -1,0 +1,331 @@
+"""What calls into torch do to values: what a loader gives, what a collective makes the same, what a forward leaves."""
+
+from __future__ import annotations
+
+import ast
+import math
+from typing import Final
+
+from paceline.doctor.reading.builtin import Builtins
+from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api
+from paceline.doctor.reading.objects import bound, method_of, submodules
+from paceline.doctor.reading.values import (
+    NONE,
+    RANKS,
+    UNKNOWN,
+    VARYING,
+    Known,
+    Value,
+    combined,
+    constant,
+    labels_of,
+)
+
+__all__ = ["Effects"]
+
+_DRAWS: Final = frozenset(
+    "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson".split()
+)
+_SIZED: Final = _DRAWS | frozenset("zeros ones empty full arange".split())
+
+
+class Effects(Builtins):
+    """What known APIs give."""
+
+    def forward(self, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        """Calls a module. Its result carries which call it came from, to be found again in a loss."""
+        if module.name.rpartition(".")[2] in MEAN_LOSSES:
+            return self._loss(module.fields.get("reduction"), [*arguments, *keywords.values()])
+        event = self.event("forward", node, subject=module, arguments={**_numbered(arguments), **keywords})
+        graph = frozenset({"graph"}) if event.with_grad else frozenset({"eval"})
+        labels = labels_of([*arguments, *keywords.values()]) | graph
+        if not self.inside:
+            labels |= {f"forward:{event.number}"}
+        self.inside.append(module)
+        try:
+            result = self._run_forward(module, arguments, keywords, node)
+        finally:
+            self.inside.pop()
+        if result is None:
+            result = Value("tensor", length=arguments[0].length if arguments else None)
+        elif "divided" not in result.labels:
+            labels -= {"divided"}
+        event.result = relabelled(result, labels)
+        return event.result
+
+    def _run_forward(
+        self, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value | None:
+        if module.kind == "ddp":
+            inner = module.fields.get("module", Value("module"))
+            return self.forward(inner.of_kind("module", "ddp") or Value("module"), arguments, keywords, node)
+        if (method := method_of(module, "forward")) is not None:
+            return self.call(bound(method, module), arguments, keywords, node)
+        if module.name == "torch.nn.Sequential":
+            result = arguments[0] if arguments else Value("tensor")
+            for part in submodules(module):
+                result = self.forward(part, [result], {}, node)
+            return result
+        return None
+
+    def _loss(self, reduction: Value | None, parts: list[Value]) -> Value:
+        how = reduction.only if reduction is not None else "mean"
+        labels = labels_of(parts) - {"sum", "mean"}
+        if how in ("mean", "sum"):
+            labels |= {how}
+        return Value("tensor", labels)
+
+    def batch(self, loader: Value, node: ast.AST) -> Value:
+        """What a loader gives; the same on all ranks if nothing shards or shuffles it differently."""
+        dataset = loader.fields.get("dataset", Value())
+        given = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
+        samplers = [s for value in given if (s := value.of_kind("sampler", "unknown", "instance")) is not None]
+        labels = set(labels_of((dataset,)) & VARYING)
+        if is_sharded(samplers) or "rank" in labels:
+            labels |= {"data", "shard"}
+        elif samplers or dataset.kind == "unknown":
+            labels |= {"data"}
+        shuffle = loader.fields.get("shuffle")
+        if shuffle is not None and shuffle.default is not False and self.seeds.get("torch"):
+            labels |= {"data"}
+        if "shard" not in labels and dataset.kind == "stream":
+            labels |= labels_of([self._drawn(dataset, "__iter__", [], node)]) & (VARYING | {"shard"})
+        labels |= self._dataset_labels(dataset, node)
+        return Value("batch", frozenset(labels))
+
+    def _dataset_labels(self, dataset: Value, node: ast.AST) -> frozenset[str]:
+        """Of what it reads for one sample: a dataset may shard itself."""
+        return labels_of([self._drawn(dataset, "__getitem__", [Value()], node)]) & {"rank"}
+
+    def _drawn(self, dataset: Value, name: str, arguments: list[Value], node: ast.AST) -> Value:
+        method = method_of(dataset, name)
+        if method is None:
+            return Value()
+        mark = len(self.trace.events)
+        made = self.call(bound(method, dataset), arguments, {}, node)
+        if made.kind == "lazy":
+            made = self.run_lazily(made, node)
+        del self.trace.events[mark:]  # in the loader's workers, not here
+        return made
+
+    # --- APIs by name
+
+    def known_call(
+        self, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], node: ast.AST
+    ) -> Value:
+        """A call of which the tables know something."""
+        labels = labels_of(arguments.values())
+        result = self._made(name, known, arguments, positional, labels)
+        result.line = result.line or getattr(node, "lineno", 0)
+        if known.role:
+            self.event(known.role, node, name=name, arguments=arguments, result=result)
+        if known.role == "collective":
+            self._agree(name, arguments)
+        elif known.role == "seed":
+            self._seed(name, next(iter(arguments.values()), NONE))
+        elif known.role == "shuffle" and positional:
+            stream = "numpy" if name.startswith("numpy") else "python"
+            positional[0].labels |= self.seeds.get(stream, frozenset()) | {"shuffled"}
+        return result
+
+    def _made(
+        self, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], labels: frozenset[str]
+    ) -> Value:
+        match name:
+            case "torch.distributed.get_rank":
+                return Value("scalar", frozenset({"rank"}), known=Known((0, 1)))
+            case "torch.distributed.get_world_size":
+                return constant(RANKS, ("world",))
+            case "torch.distributed.is_initialized":
+                return constant(self.trace.any("init") or self.spawned)
+            case "torch.distributed.is_available":
+                return constant(True)
+            case "torch.cuda.is_available":
+                return self.overrides.setdefault("has cuda", Value("unknown", name=name))
+            case "torch.cuda.device_count":
+                return Value("unknown", frozenset({"devices"}), name)
+            case "torch.initial_seed" | "torch.utils.data.get_worker_info":
+                return Value("unknown", frozenset({"worker-seed"}), name)
+            case "torch.nn.Sequential":
+                return self._module(name, _numbered(positional))
+            case "torch.nn.ModuleList" | "torch.nn.ModuleDict":
+                held = arguments.get("modules", Value())
+                items = held.items if held.items is not None else list(held.fields.values())
+                fields = _numbered(items)
+                module = self._module(name, fields)
+                module.length, module.labels = held.length, module.labels | (held.labels & {"some", "open"})
+                return module
+            case "copy.deepcopy":
+                value = arguments.get("x", Value())
+                return Value(value.kind, value.labels, value.name, value.known, dict(value.fields), value.items, code=value.code)
+            case "torch.utils.data.random_split" | "sklearn.model_selection.train_test_split":
+                return self._split(name, arguments)
+            case "torch.set_grad_enabled":
+                return Value("context", name="no_grad" if arguments.get("mode", NONE).only is False else "grad_mode")
+        if known.makes == "first":
+            return next(iter(arguments.values()), Value())
+        if known.makes == "context":
+            short = {"no_grad": "no_grad", "inference_mode": "no_grad", "Join": "join"}
+            last = name.rpartition(".")[2]
+            return Value("context", name=short.get(last, last), fields=dict(arguments))
+        if known.makes == "module":
+            return self._module(name, dict(arguments))
+        if known.makes in ("dataset", "sampler", "loader"):
+            length = self._length(name, arguments, positional)
+            return Value(known.makes, labels & (VARYING | {"listing", "hash-order", "shuffled"}), name, fields=dict(arguments), length=length)
+        return Value(known.makes or "unknown", labels & VARYING, name, fields=dict(arguments))
+
+    def _module(self, name: str, fields: dict[str, Value]) -> Value:
+        return Value("module", self.seeds.get("torch", frozenset()), name, fields=fields)
+
+    def _length(self, name: str, arguments: dict[str, Value], positional: list[Value]) -> Known | None:
+        first = positional[0].length if positional else None
+        match name:
+            case "torch.utils.data.TensorDataset":
+                return first
+            case "torch.utils.data.Subset":
+                return arguments["indices"].length if "indices" in arguments else None
+            case "torch.utils.data.DistributedSampler":
+                drop = arguments.get("drop_last", NONE).default is True
+                return combined(lambda n: n // RANKS if drop else -(-n // RANKS), first)
+            case "torch.utils.data.DataLoader":
+                sampler = arguments.get("sampler", NONE).of_kind("sampler")
+                dataset = arguments.get("dataset", NONE)
+                count = sampler.length if sampler is not None else dataset.length
+                size = arguments["batch_size"].known if "batch_size" in arguments else Known((1,))
+                drop = arguments.get("drop_last", NONE).default is True
+                return combined(lambda n, b: n // b if drop else math.ceil(n / b), count, size)
+        return first if name.startswith("torch.utils.data.") and "Sampler" in name else None
+
+    def _split(self, name: str, arguments: dict[str, Value]) -> Value:
+        source = next(iter(arguments.values()), Value())
+        if name.startswith("torch"):
+            generator = arguments.get("generator")
+            drawn = generator.labels & VARYING if generator else self.seeds.get("torch", frozenset())
+        else:
+            state = arguments.get("random_state")
+            drawn = state.labels & VARYING if state is not None and not state.is_none else self.seeds["numpy"]
+        labels = labels_of((source,)) & VARYING | drawn
+        sizes = arguments["lengths"].items if "lengths" in arguments else None
+        whole = sizes is not None and "some" not in arguments["lengths"].labels
+        lengths = [size.known if isinstance(size.only, int) else None for size in sizes or []] if whole else [None]
+        parts = [Value("dataset", labels, name, fields={"dataset": source}, length=length) for length in lengths]
+        return Value("list", labels if whole else labels | {"some"}, items=parts, length=None)
+
+    # --- numbers that are drawn, tensors that are made
+
+    def tensor_call(self, name: str, positional: list[Value], keywords: dict[str, Value]) -> Value:
+        """Any other function of torch or numpy: a tensor made of its arguments."""
+        parent, _, last = name.rpartition(".")
+        labels = labels_of([*positional, *keywords.values()]) - {"some", "open"}
+        if parent == "torch.nn.functional" and last in MEAN_LOSSES:
+            return self._loss(keywords.get("reduction"), [*positional, *keywords.values()])
+        if last in _DRAWS and parent == "torch":
+            generator = keywords.get("generator")
+            labels |= generator.labels & VARYING if generator is not None else self.seeds.get("torch", frozenset())
+        elif parent == "numpy.random":
+            return Value("unknown", labels | self.seeds["numpy"], name)
+        elif parent == "random":
+            return Value("unknown", labels | self.seeds["python"], name)
+        if last in ("tensor", "as_tensor", "from_numpy", "isfinite", "isnan", "isinf", "argmax"):
+            labels -= {"graph"}
+        if last in ("sum", "mean", "unique"):
+            labels |= {last}
+        length = None
+        if last in _SIZED and parent in ("torch", "numpy") and positional:
+            shape = positional[1] if last == "randint" and len(positional) > 1 else positional[0]
+            length = shape.items[0].known if shape.items else shape.known
+        elif positional and positional[0].kind == "tensor":
+            length = positional[0].length
+        elif last in ("tensor", "as_tensor", "stack", "from_numpy") and positional:
+            length = positional[0].length
+        return Value("tensor", labels, length=length)
+
+    def tensor_method(self, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        """Any method of a tensor, or of something unknown."""
+        labels = labels_of([value, *arguments, *keywords.values()]) - {"open", "some"}
+        of = value.kind
+        if name in ("item", "tolist", "numpy", "detach", "argmax", "eq", "isfinite", "isnan", "requires_grad_"):
+            labels -= {"graph"}
+        if name in ("sum", "mean", "unique"):
+            labels |= {name}
+        if name == "sum" and "graph" not in labels:
+            labels |= {"count"}
+        if name in ("size", "numel", "dim"):
+            where = arguments[0].default if arguments else UNKNOWN
+            length = value.length if where == 0 or (name == "numel" and of == "tensor") else None
+            own = frozenset({"size"}) if length is not None and length.only is not UNKNOWN else labels & {"rank"} | {"size"}
+            return Value("scalar" if length and name == "size" else "unknown", own, known=length if name == "size" else None)
+        if name.endswith("_") and not name.startswith("_") and of in ("tensor", "grad", "parameter", "unknown"):
+            value.labels |= (labels | self.implied()) - {"graph"}
+            return value
+        if name in ("item", "tolist"):
+            return Value("unknown", labels)
+        if name == "chunk" and value.length is not None and arguments:
+            parts = combined(lambda n, k: min(n, k) if n % k == 0 else UNKNOWN, value.length, arguments[0].known)
+            return Value("list", labels | {"some"}, items=[Value("tensor", value.labels)], length=parts)
+        kind = of if of in ("tensor", "batch") else "tensor" if of in ("grad", "parameter") else "unknown"
+        keeps = name in ("clone", "detach", "float", "long", "cpu", "contiguous", "double", "half", "square", "abs", "int")
+        return Value(kind, labels, length=value.length if keeps else None, fields={})
+
+    # --- what ranks agree on, and how random numbers are seeded
+
+    def _agree(self, name: str, arguments: dict[str, Value]) -> None:
+        source = next((arguments[n] for n in ("tensor", "input_tensor", "obj") if n in arguments), None)
+        for parameter in ("tensor", "tensor_list", "output_tensor", "object_list", "output", "gather_list"):
+            if (value := arguments.get(parameter)) is None:
+                continue
+            if parameter == "tensor" and name.rpartition(".")[2] in ("all_gather", "gather", "scatter"):
+                continue
+            carried = source is not None and "graph" in source.labels and ".nn." not in name and not self._no_grad()
+            is_gathered = "gather" in name and carried
+            for part in (value, *(value.items or ())):
+                agreed(part, {"reduced", "gathered"} if is_gathered else {"reduced"})
+
+    def _no_grad(self) -> bool:
+        return any(context.name == "no_grad" for context in self.within)
+
+    def _seed(self, name: str, value: Value) -> None:
+        labels = frozenset({"rng"}) if (value.labels | self.implied()) & VARYING else frozenset()
+        if name.startswith("torch."):
+            streams = ("torch",)
+        else:
+            streams = {"numpy": ("numpy",), "random": ("python",)}.get(name.split(".")[0], ("torch", "numpy", "python"))
+        for stream in streams:
+            self.seeds[stream] = labels
+
+
+def agreed(value: Value, labels: set[str]) -> None:
+    """It is the same on all ranks from now on."""
+    value.labels = (value.labels - VARYING - {"shard"}) | labels
+    if value.known is not None:
+        value.known, value.kind = None, "unknown"
+
+
+def is_sharded(samplers: list[Value]) -> bool:
+    """Whether one of these gives each rank samples of its own."""
+    return any(
+        sampler.name == "torch.utils.data.DistributedSampler"
+        or "rank" in sampler.labels
+        or is_sharded([inner for inner in sampler.fields.get("sampler", NONE).each() if inner.kind == "sampler"])
+        for sampler in samplers
+    )
+
+
+def relabelled(value: Value, labels: frozenset[str], depth: int = 4) -> Value:
+    """The same tensor, or tuple or dict of tensors, with more labels."""
+    if value.kind in ("module", "ddp", "function", "class") or depth == 0:
+        return value
+    items = [relabelled(item, labels, depth - 1) for item in value.items] if value.items is not None else None
+    fields = value.fields
+    if value.kind == "dict":
+        fields = {name: relabelled(held, labels, depth - 1) for name, held in fields.items()}
+    options = tuple(relabelled(option, labels, depth - 1) for option in value.options)
+    if value.is_none:
+        return value
+    kind = "tensor" if value.kind in ("unknown", "scalar") else value.kind
+    return Value(kind, value.labels | labels, value.name, None, fields, items, options, value.code, value.length, value.line)
+
+
+def _numbered(values: list[Value]) -> dict[str, Value]:
+    return {str(index): value for index, value in enumerate(values)}

@@ -1,0 +1,347 @@
+"""What the reader knows of torch and of what surrounds it, as tables: by full name, what a call means and gives."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+__all__ = ["COLLECTIVES", "KEPT", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A call that means something.
+
+    Args:
+        role: of the `Event` that it is; empty: none.
+        makes: the kind of what it gives; empty: a tensor or number made of its arguments; ``first``: its first argument.
+        parameters: names of the positional ones.
+    """
+
+    role: str = ""
+    makes: str = ""
+    parameters: tuple[str, ...] = ()
+
+
+def _table(text: str) -> dict[str, Api]:
+    """One line each: name, role, kind, parameters; a dash for none."""
+    found = {}
+    for line in text.strip().splitlines():
+        name, role, makes, *parameters = line.split()
+        found[name] = Api(role.strip("-"), makes.strip("-"), tuple(parameters))
+    return found
+
+
+_FUNCTIONS = _table("""
+torch.distributed.init_process_group init - backend init_method timeout world_size rank store
+torch.distributed.destroy_process_group destroy - group
+torch.distributed.get_rank - - group
+torch.distributed.get_world_size - - group
+torch.distributed.is_initialized - - -
+torch.distributed.is_available - - -
+torch.distributed.all_reduce collective - tensor op group async_op
+torch.distributed.broadcast collective - tensor src group async_op
+torch.distributed.reduce collective - tensor dst op group async_op
+torch.distributed.all_gather collective - tensor_list tensor group async_op
+torch.distributed.all_gather_into_tensor collective - output_tensor input_tensor group async_op
+torch.distributed.all_gather_object collective - object_list obj group
+torch.distributed.gather collective - tensor gather_list dst group async_op
+torch.distributed.gather_object collective - obj object_gather_list dst group
+torch.distributed.scatter collective - tensor scatter_list src group async_op
+torch.distributed.scatter_object_list collective - scatter_object_output_list scatter_object_input_list src group
+torch.distributed.reduce_scatter collective - output input_list op group async_op
+torch.distributed.reduce_scatter_tensor collective - output input op group async_op
+torch.distributed.all_to_all collective - output_tensor_list input_tensor_list group async_op
+torch.distributed.all_to_all_single collective - output input output_split_sizes input_split_sizes group async_op
+torch.distributed.broadcast_object_list collective - object_list src group device
+torch.distributed.barrier collective - group async_op device_ids
+torch.distributed.monitored_barrier collective - group timeout wait_all_ranks
+torch.distributed.new_group collective group ranks timeout backend
+torch.distributed.nn.functional.all_gather collective - tensor group
+torch.distributed.nn.functional.all_reduce collective - tensor op group
+torch.nn.parallel.DistributedDataParallel wrap ddp module device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view static_graph
+torch.nn.DataParallel legacy module module device_ids output_device dim
+torch.nn.SyncBatchNorm.convert_sync_batchnorm convert first module process_group
+torch.nn.utils.clip_grad_norm_ clip - parameters max_norm norm_type
+torch.nn.utils.clip_grad_value_ clip - parameters clip_value
+torch.nn.Sequential - module
+torch.nn.ModuleList - module modules
+torch.nn.ModuleDict - module modules
+torch.nn.Parameter - parameter data requires_grad
+torch.nn.Dropout module module p inplace
+torch.nn.Identity - module
+torch.utils.data.DataLoader loader loader dataset batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context generator
+torch.utils.data.DistributedSampler sampler sampler dataset num_replicas rank shuffle seed drop_last
+torch.utils.data.RandomSampler - sampler data_source replacement num_samples generator
+torch.utils.data.SequentialSampler - sampler data_source
+torch.utils.data.BatchSampler - sampler sampler batch_size drop_last
+torch.utils.data.SubsetRandomSampler - sampler indices generator
+torch.utils.data.WeightedRandomSampler - sampler weights num_samples replacement generator
+torch.utils.data.TensorDataset - dataset
+torch.utils.data.Subset - dataset dataset indices
+torch.utils.data.ConcatDataset - dataset datasets
+torch.utils.data.random_split split - dataset lengths generator
+torch.utils.data.get_worker_info - - -
+torch.utils.checkpoint.checkpoint checkpoint - function
+torch.utils.checkpoint.checkpoint_sequential checkpoint - functions segments input
+torch.amp.GradScaler scaler scaler device init_scale
+torch.Generator - generator device
+torch.device - device type index
+torch.cuda.set_device set_device - device
+torch.cuda.device device context device
+torch.cuda.device_count - - -
+torch.cuda.is_available - - -
+torch.no_grad - context
+torch.inference_mode - context mode
+torch.enable_grad - context
+torch.set_grad_enabled - context mode
+torch.autocast - context device_type dtype enabled
+torch.amp.autocast - context device_type dtype enabled
+torch.autograd.backward backward - tensors
+torch.manual_seed seed generator seed
+torch.cuda.manual_seed - - seed
+torch.cuda.manual_seed_all - - seed
+torch.set_num_threads threads - threads
+torch.save save - obj f
+torch.jit.save save - m f
+torch.load load loaded f map_location pickle_module
+torch.compile - first model
+torch.jit.script - first obj
+torch.multiprocessing.spawn spawn - fn args nprocs join daemon start_method
+torch.multiprocessing.start_processes spawn - fn args nprocs join daemon start_method
+torch.multiprocessing.Process process process group target name args kwargs
+torch.optim.swa_utils.AveragedModel - unknown model
+torch.distributed.algorithms.join.Join - context joinables
+torch.distributed.run.main - - args
+torch.initial_seed - - -
+numpy.random.seed seed - seed
+numpy.random.default_rng - generator seed
+numpy.random.RandomState - generator seed
+numpy.save save - file arr
+numpy.savez save - file
+random.seed seed - a
+random.Random - generator x
+random.shuffle shuffle - x
+numpy.random.shuffle shuffle - x
+transformers.set_seed seed - seed
+lightning.fabric.utilities.seed.seed_everything seed - seed
+pytorch_lightning.seed_everything seed - seed
+sklearn.model_selection.train_test_split split -
+safetensors.torch.save_file save - tensors filename
+wandb.init tracker - project entity config
+mlflow.start_run tracker - run_id
+neptune.init_run tracker -
+clearml.Task.init tracker -
+comet_ml.Experiment tracker -
+aim.Run tracker -
+swanlab.init tracker -
+torch.utils.tensorboard.SummaryWriter tracker writer log_dir comment
+tensorboardX.SummaryWriter tracker writer logdir comment
+wandb.log log - data step
+mlflow.log_metric log - key value step
+urllib.request.urlretrieve download - url filename
+torch.hub.download_url_to_file download - url dst
+torchvision.datasets.utils.download_url download - url root
+torchvision.datasets.utils.download_and_extract_archive download - url download_root
+gdown.download download - url output
+wget.download download - url out
+builtins.print print -
+contextlib.nullcontext - context enter_result
+contextlib.suppress - context
+functools.partial - partial func
+argparse.ArgumentParser - parser
+copy.deepcopy - copy x
+tempfile.mkdtemp - - -
+tempfile.TemporaryDirectory - - -
+os.cpu_count - - -
+multiprocessing.cpu_count - - -
+os.getpid - - -
+time.time - - -
+time.perf_counter - - -
+time.monotonic - - -
+datetime.datetime.now - - -
+uuid.uuid4 - - -
+socket.gethostname - - -
+os.listdir - - path
+os.scandir - - path
+glob.glob - - pathname
+glob.iglob - - pathname
+sys.exit exit - status
+os._exit exit - status
+builtins.exit exit - status
+builtins.quit exit - status
+""")
+
+COLLECTIVES = frozenset(name for name, known in _FUNCTIONS.items() if known.role == "collective")
+
+MEAN_LOSSES = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy kl_div gaussian_nll_loss "
+    "binary_cross_entropy_with_logits poisson_nll_loss ctc_loss triplet_margin_loss cosine_embedding_loss "
+    "margin_ranking_loss hinge_embedding_loss soft_margin_loss multi_margin_loss multilabel_margin_loss "
+    "MSELoss L1Loss SmoothL1Loss HuberLoss CrossEntropyLoss NLLLoss BCELoss KLDivLoss BCEWithLogitsLoss CTCLoss "
+    "TripletMarginLoss CosineEmbeddingLoss MultiMarginLoss GaussianNLLLoss PoissonNLLLoss SoftMarginLoss".split()
+)
+"""Of ``torch.nn`` and ``torch.nn.functional``: losses that average over the batch unless told otherwise."""
+
+METHODS: dict[str, dict[str, Api]] = {
+    "tensor": _table("""
+backward backward - gradient
+detach - tensor
+cuda cuda tensor device
+to place tensor device
+"""),
+    "module": _table("""
+parameters - parameters
+named_parameters - parameters
+buffers - buffers
+named_buffers - buffers
+modules - modules
+named_modules - modules
+children - modules
+named_children - modules
+state_dict - state_dict
+load_state_dict load_state - state_dict strict
+to place self device
+cuda cuda self device
+cpu - self
+half - self
+float - self
+bfloat16 - self
+double - self
+train - self mode
+eval - self
+apply - self fn
+requires_grad_ freeze self requires_grad
+compile - self
+share_memory - self
+zero_grad zero_grad - set_to_none
+register_buffer - - name tensor persistent
+register_parameter store - name param
+add_module store - name module
+append store self module
+no_sync - context
+join - context
+register_comm_hook comm_hook - state hook
+"""),
+    "optimizer": _table("""
+step step - closure
+zero_grad zero_grad - set_to_none
+state_dict - state_dict
+load_state_dict load_state - state_dict
+add_param_group - - param_group
+"""),
+    "scheduler": _table("""
+step schedule - epoch
+state_dict - state_dict
+load_state_dict load_state - state_dict
+"""),
+    "scaler": _table("""
+scale - first outputs
+step step - optimizer
+update scaler_update - new_scale
+unscale_ unscale - optimizer
+state_dict - state_dict
+load_state_dict load_state - state_dict
+"""),
+    "sampler": _table("""
+set_epoch set_epoch - epoch
+"""),
+    "dataset": _table("""
+set_epoch dataset_epoch - epoch
+"""),
+    "stream": _table("""
+set_epoch dataset_epoch - epoch
+"""),
+    "generator": _table("""
+manual_seed - self seed
+"""),
+    "parameters": {},
+    "writer": _table("""
+add_scalar log - tag scalar_value global_step
+"""),
+    "process": _table("""
+start start -
+"""),
+}
+METHODS["ddp"] = METHODS["module"]
+METHODS["parameter"] = METHODS["tensor"]
+
+KEPT = frozenset(
+    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script iter "
+    "builtins.iter builtins.reversed builtins.list builtins.tuple".split()
+)
+"""Calls that give what they are given, as far as this matters here."""
+
+LIBRARIES = (
+    "torch torchvision torchaudio torchtext torchmetrics numpy random os sys math time json re pathlib itertools "
+    "functools collections argparse logging builtins contextlib copy tempfile datetime tqdm pickle glob shutil typing "
+    "dataclasses warnings wandb mlflow PIL cv2 sklearn scipy pandas matplotlib string abc enum inspect operator socket "
+    "subprocess yaml einops timm safetensors tensorboardX random statistics signal gc platform hashlib uuid csv io"
+).split()
+"""Top packages whose functions do not wrap a model, shard a loader or reduce gradients behind one's back."""
+
+_REWRITTEN = [
+    (re.compile(pattern), new)
+    for pattern, new in {
+        r"torch\.utils\.data\.(distributed|dataloader|dataset|sampler)\.(?=[A-Z_a-z])": "torch.utils.data.",
+        r"(torch\.nn\.parallel\.distributed|apex\.parallel)\.DistributedDataParallel": (
+            "torch.nn.parallel.DistributedDataParallel"
+        ),
+        r"torch\.nn\.parallel\.(data_parallel\.)?DataParallel": "torch.nn.DataParallel",
+        r"torch\.distributed\.distributed_c10d\.": "torch.distributed.",
+        r"torch\.cuda\.amp\.": "torch.amp.",
+        r"torch\.nn\.modules\.\w+\.": "torch.nn.",
+        r"torch\.nn\.parameter\.": "torch.nn.",
+        r"torch\.optim\.\w+\.(?=[A-Z])(?<!lr_scheduler\.)(?<!swa_utils\.)": "torch.optim.",
+        r"torch\.random\.": "torch.",
+        r"torch\.nn\.utils\.clip_grad\.": "torch.nn.utils.",
+        r"apex\.parallel\.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+        r"multiprocessing\.(?=Process)": "torch.multiprocessing.",
+        r"torch\.torch\.": "torch.",
+        r"lightning\.(pytorch\.)?seed_everything": "pytorch_lightning.seed_everything",
+    }.items()
+]
+
+
+@functools.lru_cache(maxsize=4096)
+def canonical(name: str) -> str:
+    """The one name of an API that can be imported from several places.
+
+    >>> canonical("torch.utils.data.distributed.DistributedSampler")
+    'torch.utils.data.DistributedSampler'
+    """
+    for pattern, new in _REWRITTEN:
+        if match := pattern.match(name):
+            name = new + name[match.end() :]
+    return name
+
+
+def api(name: str) -> Api | None:
+    """What a call of that (canonical) name is; ``None``: nothing is known of it."""
+    if (known := _FUNCTIONS.get(name)) is not None:
+        return known
+    parent, _, last = name.rpartition(".")
+    is_class = last[:1].isupper()
+    if parent == "torch.optim" and is_class:
+        return Api("optimizer", "optimizer", ("params", "lr"))
+    if parent == "torch.optim.lr_scheduler" and is_class:
+        return Api("scheduler", "scheduler", _SCHEDULES.get(last, ("optimizer",)))
+    if parent == "torch.nn" and is_class:
+        return Api("module", "module")
+    if parent.startswith("torchvision.datasets") and is_class:
+        return Api("dataset", "dataset", ("root",))
+    if parent.startswith(("torchvision.models", "timm.models")) or name in ("timm.create_model", "torch.hub.load"):
+        return Api("", "module")
+    return None
+
+
+_SCHEDULES = {
+    "OneCycleLR": ("optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch"),
+    "CosineAnnealingLR": ("optimizer", "T_max", "eta_min"),
+    "LambdaLR": ("optimizer", "lr_lambda"),
+    "LinearLR": ("optimizer", "start_factor", "end_factor", "total_iters"),
+    "PolynomialLR": ("optimizer", "total_iters", "power"),
+    "SequentialLR": ("optimizer", "schedulers", "milestones"),
+    "StepLR": ("optimizer", "step_size", "gamma"),
+}

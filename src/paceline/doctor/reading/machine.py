@@ -1,0 +1,300 @@
+"""The state that the reader works on: names, a memory that can be taken back, conditions, loops, and the trace."""
+
+from __future__ import annotations
+
+import ast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from paceline.doctor.reading.program import Module, Program
+from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
+from paceline.doctor.reading.values import VARYING, Known, Value, joined, picked
+
+__all__ = ["Class", "Flow", "Frame", "Function", "Machine", "Scope"]
+
+Flow = Literal["return", "break", "continue", "raise", "exit"] | None
+"""How a block ends: ``None``, it goes on behind it."""
+
+MAX_STEPS: Final = 150_000
+"""How many expressions are evaluated, all together."""
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """Names of a function, or of a class while it is defined."""
+
+    names: dict[str, Value]
+    module: Module
+    parent: Scope | None = None
+    elsewhere: dict[str, dict[str, Value]] = field(default_factory=dict)
+
+    def holder(self, name: str) -> dict[str, Value]:
+        """Where an assignment goes: here, unless declared ``global`` or ``nonlocal``."""
+        return self.elsewhere.get(name, self.names)
+
+    def find(self, name: str) -> Value | None:
+        scope: Scope | None = self
+        while scope is not None:
+            if (value := scope.holder(name).get(name)) is not None:
+                return value
+            scope = scope.parent
+        return self.module.names.get(name)
+
+
+@dataclass(eq=False, slots=True)
+class Function:
+    """A function of the script, or a method bound to ``owner``."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    scope: Scope
+    defaults: dict[str, Value]
+    owner: Value | None = None
+    home: Value | None = None
+    flavour: Literal["plain", "property", "static", "class"] = "plain"
+    contexts: tuple[Value, ...] = ()
+    yields: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Class:
+    """A class of the script."""
+
+    node: ast.ClassDef
+    scope: Scope
+    bases: tuple[Value, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """A function while it is read."""
+
+    scope: Scope
+    code: Any = None
+    returns: list[tuple[Value, tuple[Condition, ...]]] = field(default_factory=list)
+    level: list[Condition] = field(default_factory=list)
+    depth: int = 0
+    loops: list[list[Condition]] = field(default_factory=list)
+    yielded: list[Value] = field(default_factory=list)
+    on_yield: Callable[[Value], None] | None = None
+
+
+class Machine(ABC):
+    """What every part of the reader shares."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.trace = Trace()
+        self.frames = [Frame(Scope(program.main.names, program.main))]
+        self.levels: list[list[Condition]] = [self.frames[0].level]
+        self.loops: list[Loop] = []
+        self.within: list[Value] = []
+        self.inside: list[Value] = []
+        self.spawned = False
+        self.overrides: dict[str, Value] = {}
+        self.seeds: dict[str, frozenset[str]] = {"numpy": frozenset({"rng"}), "python": frozenset({"rng"})}
+        self.steps_left = MAX_STEPS
+        self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
+        self._numbers = 0
+
+    @abstractmethod
+    def evaluate(self, node: ast.expr) -> Value: ...
+
+    @abstractmethod
+    def execute(self, body: list[ast.stmt]) -> Flow: ...
+
+    @abstractmethod
+    def call(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value: ...
+
+    @abstractmethod
+    def call_method(
+        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value: ...
+
+    @abstractmethod
+    def attribute(self, value: Value, name: str, node: ast.AST) -> Value: ...
+
+    @abstractmethod
+    def assign(self, target: ast.expr, value: Value) -> None: ...
+
+    @abstractmethod
+    def item(self, value: Value, key: Value, node: ast.AST) -> Value: ...
+
+    @abstractmethod
+    def elements(self, value: Value, loop: Loop, node: ast.AST) -> list[Value]: ...
+
+    @abstractmethod
+    def element(self, value: Value, node: ast.AST) -> Value: ...
+
+    @property
+    def frame(self) -> Frame:
+        return self.frames[-1]
+
+    def number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def conditions(self) -> tuple[Condition, ...]:
+        return tuple(condition for level in self.levels for condition in level)
+
+    def implied(self) -> frozenset[str]:
+        """What a value depends on because it is set here, under the present conditions."""
+        return frozenset(
+            label for level in self.levels for c in level if c.value.labels for label in c.value.labels & VARYING
+        )
+
+    def event(
+        self,
+        role: str,
+        node: ast.AST,
+        *,
+        name: str = "",
+        subject: Value | None = None,
+        arguments: dict[str, Value] | None = None,
+        result: Value | None = None,
+        loops: int | None = None,
+    ) -> Event:
+        """Adds one to the trace; ``loops``: only so many of those around it count."""
+        event = Event(
+            number=self.number(),
+            role=role,
+            name=name or role,
+            path=str(self.frame.scope.module.path),
+            line=getattr(node, "lineno", 0),
+            subject=subject or Value(),
+            arguments=arguments or {},
+            loops=tuple(self.loops[:loops]),
+            under=self.conditions(),
+            within=tuple(self.within),
+            inside=tuple(self.inside),
+            spawned=self.spawned,
+            node=node,
+            result=result or Value(),
+        )
+        self.trace.events.append(event)
+        return event
+
+    # --- a memory that can be taken back
+
+    def write(self, holder: dict[Any, Value], key: Any, value: Value) -> None:
+        self._journal.append((holder, key, holder.get(key)))
+        holder[key] = value
+
+    def taken_back(self, mark: int) -> dict[tuple[int, Any], tuple[dict[Any, Value], Any, Value]]:
+        """Undoes what was written since ``mark``; gives what was there by then."""
+        written: dict[tuple[int, Any], tuple[dict[Any, Value], Any, Value]] = {}
+        while len(self._journal) > mark:
+            holder, key, old = self._journal.pop()
+            if key in holder:
+                written.setdefault((id(holder), key), (holder, key, holder[key]))
+            if old is None:
+                holder.pop(key, None)
+            else:
+                holder[key] = old
+        return written
+
+    @property
+    def mark(self) -> int:
+        return len(self._journal)
+
+    def branch(self, test: Value, line: int, arms: tuple[Callable[[], Flow], Callable[[], Flow]]) -> Flow:
+        """Walks both arms of a choice, each from the state before it, and joins what they leave."""
+        if (decided := test.decided()) is not None:
+            return arms[not decided]()
+        conditions = (Condition(test, True, line), Condition(test, False, line))
+        flows: list[Flow] = []
+        written = []
+        marks: list[tuple[int, int]] = []
+        for condition, arm in zip(conditions, arms, strict=True):
+            mark, first = self.mark, len(self.trace.events)
+            self.levels.append([condition])
+            flows.append(arm())
+            self.levels.pop()
+            written.append(self.taken_back(mark))
+            marks.append((first, len(self.trace.events)))
+        if (chosen := self._set_up_in(marks)) is not None:
+            assume(test, not chosen)
+            other = marks[1 - chosen]
+            del self.trace.events[other[0] : other[1]]
+            for holder, key, value in written[chosen].values():
+                self.write(holder, key, value)
+            return flows[chosen]
+        self._join(test, written, flows)
+        return self._ended(conditions, flows)
+
+    def _set_up_in(self, marks: list[tuple[int, int]]) -> int | None:
+        """Of two arms the one that sets up several ranks, where the other does not: it is what is looked at here."""
+        weights = []
+        for first, last in marks:
+            roles = {event.role for event in self.trace.events[first:last]}
+            names = {event.name for event in self.trace.events[first:last] if event.role == "sampler"}
+            weights.append(2 * ("spawn" in roles) + bool(roles & {"init", "wrap"} or names))
+        if weights[0] == weights[1]:
+            return None
+        return int(weights[1] > weights[0])
+
+    def _join(self, test: Value, written: list[dict[Any, Any]], flows: list[Flow]) -> None:
+        labels = test.labels & VARYING
+        for place in {**written[0], **written[1]}:
+            holder, key, _ = written[0].get(place) or written[1][place]
+            old = holder.get(key)
+            sides = [
+                arm[place][2] if place in arm else old
+                for arm, flow in zip(written, flows, strict=True)
+                if not (flow in ("return", "raise", "exit") and holder is self.frame.scope.names)
+            ]
+            present = [side for side in sides if side is not None]
+            if not present:
+                continue
+            if len(sides) == 2 and len(present) == 2:
+                self.write(holder, key, picked(test, present[0], present[1]))
+            else:
+                self.write(holder, key, joined(present, labels))
+
+    def _ended(self, conditions: tuple[Condition, Condition], flows: list[Flow]) -> Flow:
+        """What follows a branch of which one arm leaves stands under the other's condition."""
+        if all(flows):
+            return flows[0] if flows[0] == flows[1] else _sooner(flows[0], flows[1])
+        for flow, condition in zip(flows, reversed(conditions), strict=True):
+            if flow == "exit":
+                self.levels[0].append(condition)
+            elif flow == "return":
+                self.frame.level.append(condition)
+            elif flow in ("break", "continue") and self.frame.loops:
+                self.frame.loops[-1].append(condition)
+        return None
+
+    @contextmanager
+    def looping(self, loop: Loop) -> Iterator[None]:
+        level: list[Condition] = []
+        self.loops.append(loop)
+        self.levels.append(level)
+        self.frame.loops.append(level)
+        try:
+            yield
+        finally:
+            self.frame.loops.pop()
+            self.levels.pop()
+            self.loops.pop()
+
+
+def _sooner(first: Flow, second: Flow) -> Flow:
+    order: tuple[Flow, ...] = ("continue", "break", "return", "raise", "exit")
+    return min(first, second, key=order.index)
+
+
+def assume(test: Value, truth: bool) -> None:
+    """Takes a condition for decided from now on: nothing but the command line decides it."""
+    if test.kind in ("unknown", "scalar") and not test.varies and "loop" not in test.fields:
+        test.known = Known((truth,))
+    match test.name, test.items:
+        case "not", [inner]:
+            assume(inner, not truth)
+        case "and", [*parts] if truth:
+            for part in parts:
+                assume(part, True)
+        case "or", [*parts] if not truth:
+            for part in parts:
+                assume(part, False)

@@ -1,0 +1,90 @@
+"""The script's own files: read and parsed, never imported."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from paceline.doctor.reading.values import Value
+
+__all__ = ["Module", "Program", "parsed"]
+
+MAX_FILES: Final = 60
+MAX_BYTES: Final = 2_000_000
+
+
+@dataclass(eq=False, slots=True)
+class Module:
+    """One file.
+
+    Args:
+        name: dotted, as it is imported; ``__main__`` of the script.
+        names: what its top level binds.
+        is_package: whether it is an ``__init__.py``.
+    """
+
+    name: str
+    path: Path
+    tree: ast.Module
+    is_package: bool = False
+    names: dict[str, Value] = field(default_factory=dict)
+
+
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file.
+
+    Raises:
+        ValueError: it is not Python, or too large; says why and where.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path} is larger than {MAX_BYTES // 1_000_000} MB")
+        data = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        source = data.decode(encoding)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the script: invalid escapes and the like
+            return ast.parse(source, filename=str(path))
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno or 1}: not valid Python: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not text in the encoding that it declares (UTF-8 if it declares none)") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{path}: nested too deeply to be read") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+
+
+class Program:
+    """The script and the files beside it that it imports."""
+
+    def __init__(self, script: Path) -> None:
+        self.root = script.parent
+        self.main = Module("__main__", script, parsed(script))
+        self.modules: dict[str, Module] = {}
+        self.notes: list[str] = []
+
+    def find(self, name: str) -> Module | None:
+        """The local file of a dotted name; ``None`` if there is none, or if it cannot be read."""
+        if name in self.modules:
+            return self.modules[name]
+        if len(self.modules) >= MAX_FILES or not all(part.isidentifier() for part in name.split(".")):
+            return None
+        base = self.root.joinpath(*name.split("."))
+        for path, is_package in ((base / "__init__.py", True), (base.with_name(base.name + ".py"), False)):
+            if path.is_file():
+                try:
+                    self.modules[name] = Module(name, path, parsed(path), is_package)
+                except ValueError as error:
+                    self.notes.append(f"{error}; what it defines is unknown")
+                    return None
+                return self.modules[name]
+        if base.is_dir() and any(base.glob("*.py")):  # a package without __init__.py
+            self.modules[name] = Module(name, base, ast.Module([], []), is_package=True)
+            return self.modules[name]
+        return None

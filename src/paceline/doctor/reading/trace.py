@@ -1,0 +1,157 @@
+"""What the script does, as far as it can be read: events in order, each with the loops and conditions around it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from paceline.doctor.reading.values import RANKS, Value
+
+__all__ = ["Condition", "Event", "Loop", "Trace"]
+
+
+@dataclass(eq=False, slots=True)
+class Loop:
+    """A loop of the script.
+
+    Args:
+        over: what it iterates; of a ``while``: its test.
+        count: how many iterations, on each rank.
+    """
+
+    number: int
+    line: int
+    over: Value
+    is_while: bool = False
+    count: Value | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it may go round more than once."""
+        return self.count is None or self.count.default not in (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What must hold for an event to happen: ``value`` is true, or it is false."""
+
+    value: Value
+    holds: bool
+    line: int
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Where it may hold."""
+        return frozenset(rank for rank in range(RANKS) if self.value.truth(rank) is not (not self.holds))
+
+    def at(self, rank: int, step: int) -> bool | None:
+        """Whether it holds in that iteration; ``None``: not known."""
+        if self.value.known is None:
+            return None
+        point = self.value.known.at(rank, step)
+        return bool(point) is self.holds if isinstance(point, bool | int | float | str | None) else None
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """Something that the script does.
+
+    Args:
+        role: what that is to training: ``init``, ``collective``, ``forward``, ``backward``, ``step``, ``save``, ...
+        name: of the API: ``torch.distributed.all_reduce``.
+        subject: what a method was called on.
+        arguments: by name of the parameter.
+        loops: around it, outermost first.
+        under: what must hold.
+        within: context managers around it: ``no_sync``, ``no_grad``, ``join``.
+        inside: modules whose ``forward`` is running.
+        spawned: in a process that the script itself started.
+        result: what it gave.
+    """
+
+    number: int
+    role: str
+    name: str
+    path: str
+    line: int
+    subject: Value
+    arguments: dict[str, Value]
+    loops: tuple[Loop, ...]
+    under: tuple[Condition, ...]
+    within: tuple[Value, ...]
+    inside: tuple[Value, ...]
+    spawned: bool
+    node: ast.AST
+    result: Value = field(default_factory=Value)
+
+    @property
+    def source(self) -> str:
+        """The piece of script that does it, on one line."""
+        text = " ".join(ast.unparse(self.node).split())
+        return text if len(text) <= 100 else f"{text[:97]}..."
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Which may come here."""
+        ranks = frozenset(range(RANKS))
+        for condition in self.under:
+            ranks &= condition.ranks
+        return ranks
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether nothing that depends on the rank keeps one away."""
+        return not any("rank" in condition.value.labels for condition in self.under)
+
+    @property
+    def on_some_ranks(self) -> bool:
+        return len(self.ranks) == 1
+
+    def argument(self, *names: str) -> Value | None:
+        """The first of these that was given."""
+        return next((self.arguments[name] for name in names if name in self.arguments), None)
+
+    def in_context(self, name: str) -> bool:
+        return any(option.name == name for context in self.within for option in context.each())
+
+    @property
+    def with_grad(self) -> bool:
+        return not self.in_context("no_grad")
+
+
+@dataclass(slots=True)
+class Trace:
+    """All events, and what was mentioned anywhere in the source.
+
+    Args:
+        names: full dotted names of APIs that the script looks up.
+        variables: environment variables that it reads.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+
+    def of(self, *roles: str) -> Iterator[Event]:
+        return (event for event in self.events if event.role in roles)
+
+    def any(self, *roles: str) -> bool:
+        return next(self.of(*roles), None) is not None
+
+    def between(self, first: Event, last: Event, *roles: str) -> Iterator[Event]:
+        return (event for event in self.of(*roles) if first.number < event.number < last.number)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.any("init", "wrap")
+
+    @property
+    def uses_cuda(self) -> bool:
+        return self.any("cuda") or any(
+            event.name == "torch.distributed.init_process_group"
+            and (backend := event.argument("backend")) is not None
+            and "nccl" in str(backend.default)
+            for event in self.of("init")
+        )

@@ -1,0 +1,253 @@
+"""What the reader knows of a value in the script: what it is, what went into it, and what is known of it exactly.
+
+Nothing is run, so a `Value` stands for whatever the script would hold there. Three things are known of it:
+
+* its **kind**: a sampler, a loader, a module, a DDP wrapper, a tensor, a function of the script, ...;
+* its **labels**: what went into it. Those in `VARYING` make it differ between ranks; reducing or broadcasting it takes
+  them away;
+* where it is a number, a string, a truth value or ``None``: what exactly, on each of `RANKS` ranks and, for a counter,
+  in each of the first `STEPS` iterations of its loop (`Known`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+__all__ = [
+    "NONE",
+    "RANKS",
+    "STEPS",
+    "UNKNOWN",
+    "VARYING",
+    "Known",
+    "Value",
+    "combined",
+    "constant",
+    "joined",
+    "labels_of",
+    "picked",
+]
+
+RANKS: Final = 2
+STEPS: Final = 48
+
+VARYING: Final = frozenset({"rank", "local_rank", "data", "rng", "clock"})
+"""Labels of what is not the same on all ranks: made from the rank, from this rank's samples, from random numbers that
+are seeded differently, from the time or the process."""
+
+
+class _Unknown:
+    """At one rank and iteration: not known."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN: Final = _Unknown()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a value is exactly: one point if it is the same everywhere, one per rank, or one per rank and iteration.
+
+    Args:
+        points: in order of ranks, then of iterations.
+        loop: the loop over whose iterations it changes.
+        assumed: an option's default, say, which another command line may change: never decides a branch.
+    """
+
+    points: tuple[Any, ...]
+    loop: int | None = None
+    assumed: bool = False
+
+    def at(self, rank: int, step: int = 0) -> Any:
+        if len(self.points) == 1:
+            return self.points[0]
+        return self.points[rank] if self.loop is None else self.points[rank * STEPS + step]
+
+    @property
+    def only(self) -> Any:
+        """What it is on every rank; `UNKNOWN` if that differs."""
+        first = self.points[0]
+        same = self.loop is None and all(type(p) is type(first) and p == first for p in self.points)
+        return first if same else UNKNOWN
+
+
+def combined(function: Callable[..., Any], *operands: Known | None) -> Known | None:
+    """``function`` of the operands, point by point; what raises is unknown there. ``None``: known nowhere.
+
+    >>> combined(lambda a, b: a + b, Known((10,)), Known((0, 1))).points
+    (10, 11)
+    """
+    known = [operand for operand in operands if operand is not None]
+    loops = {operand.loop for operand in known if operand.loop is not None}
+    if len(known) != len(operands) or len(loops) > 1:
+        return None
+    loop = next(iter(loops), None)
+    size = RANKS * STEPS if loop is not None else max((len(operand.points) for operand in known), default=1)
+    places = [(index // STEPS, index % STEPS) if loop is not None else (index, 0) for index in range(size)]
+    points = tuple(_applied(function, [operand.at(*place) for operand in known]) for place in places)
+    if all(point is UNKNOWN for point in points):
+        return None
+    return Known(points, loop, any(operand.assumed for operand in known))
+
+
+def _applied(function: Callable[..., Any], arguments: list[Any]) -> Any:
+    if any(argument is UNKNOWN for argument in arguments):
+        return UNKNOWN
+    try:
+        return function(*arguments)
+    except Exception:
+        return UNKNOWN
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """Something that the script holds. Two names for one object are one `Value`.
+
+    Args:
+        kind: what it is; ``unknown`` if that cannot be read.
+        labels: what went into it.
+        name: of an API, class or function: its full dotted name; of what such an API made: the API's.
+        known: what it is exactly.
+        fields: attributes, the arguments that it was made with, and a dict's values by key.
+        items: the elements of a list or tuple, as far as they are known.
+        options: of kind ``either``: what it may be.
+        code: of a function or class of the script: where it is defined (`calls.Function`, `calls.Class`).
+        length: how many elements, on each rank.
+        line: where it was made.
+    """
+
+    kind: str = "unknown"
+    labels: frozenset[str] = frozenset()
+    name: str = ""
+    known: Known | None = None
+    fields: dict[str, Value] = field(default_factory=dict)
+    items: list[Value] | None = None
+    options: tuple[Value, ...] = ()
+    code: Any = None
+    length: Known | None = None
+    line: int = 0
+
+    def __repr__(self) -> str:
+        told = ", ".join(str(part) for part in (self.name, self.known and self.known.points[:2], *self.labels) if part)
+        return f"<{self.kind} {told}>"
+
+    @property
+    def varies(self) -> bool:
+        """Whether it is not the same on all ranks."""
+        return not VARYING.isdisjoint(self.labels)
+
+    @property
+    def is_none(self) -> bool:
+        return self.only is None
+
+    @property
+    def only(self) -> Any:
+        """What it is exactly, everywhere and for certain; else `UNKNOWN`."""
+        return self.known.only if self.known is not None and not self.known.assumed else UNKNOWN
+
+    @property
+    def default(self) -> Any:
+        """As `only`, or what it is by default."""
+        return self.known.only if self.known is not None else UNKNOWN
+
+    def each(self) -> Iterator[Value]:
+        """What it may be, without ``None``; itself, if that is one thing."""
+        yield from (option for option in self.options if not option.is_none) if self.options else (self,)
+
+    def of_kind(self, *kinds: str) -> Value | None:
+        """It, or what it may be, if that is of one of these kinds."""
+        return next((option for option in self.each() if option.kind in kinds), None)
+
+    def truth(self, rank: int) -> bool | None:
+        """Whether it counts as true on that rank; ``None``: not known."""
+        if self.known is not None:
+            points = self.known.points if self.known.loop is None else (UNKNOWN,)
+            point = points[rank if len(points) > 1 else 0]
+            return None if point is UNKNOWN else bool(point)
+        if self.options:
+            truths = {option.truth(rank) for option in self.options}
+            return truths.pop() if len(truths) == 1 else None
+        return True if self.kind in _TRUE else None
+
+    def decided(self) -> bool | None:
+        """As `truth`, on every rank and whatever the command line."""
+        if self.known is not None and self.known.assumed:
+            return None
+        truths = {self.truth(rank) for rank in range(RANKS)}
+        return truths.pop() if len(truths) == 1 else None
+
+
+_TRUE = frozenset(
+    "module ddp optimizer scheduler scaler sampler loader function class instance api device group generator "
+    "parser namespace context python_module".split()
+)
+_OBJECTS = _TRUE | {"dataset", "stream", "list", "tuple", "dict", "parameters", "state_dict", "lazy", "partial"}
+
+
+def constant(value: Any, labels: Iterable[str] = ()) -> Value:
+    """A value that is the same on all ranks."""
+    return Value("scalar", frozenset(labels), known=Known((value,)))
+
+
+NONE: Final = constant(None)
+
+
+def labels_of(values: Iterable[Value], depth: int = 4) -> frozenset[str]:
+    """Everything that went into these values, and into what lists and dicts among them hold."""
+    found: set[str] = set()
+    for value in values:
+        found |= value.labels
+        if depth and (value.kind in ("list", "tuple", "dict") or value.options):
+            inner = [*(value.items or ()), *value.options, *(value.fields.values() if value.kind == "dict" else ())]
+            found |= labels_of(inner[:64], depth - 1)
+    return frozenset(found)
+
+
+def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
+    """One of these values, nothing says which; ``labels`` is what it depends on which."""
+    options: list[Value] = []
+    for value in values:
+        options += [option for option in value.options or (value,) if all(option is not other for other in options)]
+    if not options:
+        return Value(labels=frozenset(labels))
+    extra = frozenset(labels)
+    if len(options) == 1:
+        return options[0]
+    first = options[0]
+    if first.known is not None and all(option.known == first.known for option in options):
+        return Value("scalar", labels_of(options), known=first.known)
+    all_labels = labels_of(options) | extra
+    if any(option.kind in _OBJECTS for option in options):
+        return Value("either", all_labels, options=tuple(options[:6]))
+    kinds = {option.kind for option in options if not option.is_none}
+    kind = kinds.pop() if len(kinds) == 1 else "unknown"
+    fields = {name: child for option in reversed(options) for name, child in option.fields.items()}
+    return Value("unknown" if kind == "scalar" else kind, all_labels, fields=fields)
+
+
+def picked(choice: Value, true: Value, false: Value) -> Value:
+    """``true`` on ranks where ``choice`` is true, ``false`` on the others."""
+    truths = [choice.truth(rank) for rank in range(RANKS)]
+    loopless = all(value.known is not None and value.known.loop is None for value in (true, false))
+    if loopless and None not in truths and true.known and false.known:
+        points = tuple((true if truth else false).known.at(rank) for rank, truth in enumerate(truths))  # type: ignore[union-attr]
+        assumed = choice.known is not None and choice.known.assumed
+        return Value("scalar", true.labels | false.labels | choice.labels, known=Known(points, None, assumed))
+    known = None
+    if choice.known is not None and choice.known.loop is not None:
+        known = combined(lambda c, a, b: a if c else b, choice.known, true.known, false.known)
+    either = joined((true, false), choice.labels)
+    if either.options == (true, false):
+        either.fields["test"] = choice
+    length = None
+    if true.length and false.length and None not in truths:
+        length = Known(tuple((true if t else false).length.at(r) for r, t in enumerate(truths)))  # type: ignore[union-attr]
+    if (known or length) and not either.options and either is not true and either is not false:
+        either.known, either.length = known, length
+        if known is not None:
+            either.kind = "scalar"
+    return either
