@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.reading import checks_data
+from paceline.doctor.reading import checks_collectives, checks_data, checks_files, checks_launch
 from paceline.doctor.reading.trace import Trace
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Callable[[Trace], Iterator[Finding]], ...] = checks_data.CHECKS
+CHECKS: tuple[Callable[[Trace], Iterator[Finding]], ...] = (
+    *checks_data.CHECKS,
+    *checks_collectives.CHECKS,
+    *checks_files.CHECKS,
+    *checks_launch.CHECKS,
+)

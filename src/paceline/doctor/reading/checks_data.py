@@ -123,9 +123,7 @@ def random_split_differs(trace: Trace) -> Iterator[Finding]:
     if not trace.any("init"):
         return
     for event in trace.of("split"):
-        parts = event.result.items or []
-        source = next(iter(event.arguments.values()), Value())
-        if any("rng" in part.labels for part in parts) and "rng" not in source.labels:
+        if "drawn-apart" in event.result.labels:
             yield found("random-split-differs", event, "the split is drawn from numbers that differ between ranks")
 
 

@@ -91,7 +91,9 @@ class Effects(Builtins):
         if "shard" not in labels and dataset.kind == "stream":
             labels |= labels_of([self._drawn(dataset, "__iter__", [], node)]) & (VARYING | {"shard"})
         labels |= self._dataset_labels(dataset, node)
-        return Value("batch", frozenset(labels))
+        made = Value("batch", frozenset(labels))
+        self.event("batch", node, subject=loader, result=made)
+        return made
 
     def _dataset_labels(self, dataset: Value, node: ast.AST) -> frozenset[str]:
         """Of what it reads for one sample: a dataset may shard itself."""
@@ -119,7 +121,9 @@ class Effects(Builtins):
         result.line = result.line or getattr(node, "lineno", 0)
         if known.role:
             self.event(known.role, node, name=name, arguments=arguments, result=result)
-        if known.role == "collective":
+        if known.role == "loader":
+            self._seed_workers(arguments)
+        elif known.role == "collective":
             self._agree(name, arguments)
         elif known.role == "seed":
             self._seed(name, next(iter(arguments.values()), NONE))
@@ -205,7 +209,7 @@ class Effects(Builtins):
         else:
             state = arguments.get("random_state")
             drawn = state.labels & VARYING if state is not None and not state.is_none else self.seeds["numpy"]
-        labels = labels_of((source,)) & VARYING | drawn
+        labels = labels_of((source,)) & VARYING | drawn | ({"drawn-apart"} if drawn else set())
         sizes = arguments["lengths"].items if "lengths" in arguments else None
         whole = sizes is not None and "some" not in arguments["lengths"].labels
         lengths = [size.known if isinstance(size.only, int) else None for size in sizes or []] if whole else [None]
@@ -284,6 +288,19 @@ class Effects(Builtins):
 
     def _no_grad(self) -> bool:
         return any(context.name == "no_grad" for context in self.within)
+
+    def _seed_workers(self, arguments: dict[str, Value]) -> None:
+        """What a loader's workers seed their generators with."""
+        start = arguments.get("worker_init_fn", NONE)
+        if start.kind not in ("function", "partial"):
+            return
+        mark, seeds = len(self.trace.events), dict(self.seeds)
+        self.call(start, [Value(labels=frozenset({"worker"}))], {}, ast.Pass())
+        done = [event for event in self.trace.events[mark:] if event.role == "seed"]
+        del self.trace.events[mark:]
+        self.seeds = seeds
+        for event in done:
+            self.event("worker_seed", event.node, name=event.name, arguments=event.arguments).path = event.path
 
     def _seed(self, name: str, value: Value) -> None:
         labels = frozenset({"rng"}) if (value.labels | self.implied()) & VARYING else frozenset()

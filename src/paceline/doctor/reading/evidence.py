@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.findings import Confidence, Finding
 from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
-from paceline.doctor.reading.values import VARYING, Value
+from paceline.doctor.reading.values import Value
 from paceline.doctor.rules import Severity
 
 __all__ = [
@@ -171,5 +171,3 @@ class Step:
                 return True
         return state
 
-
-_ = VARYING
