@@ -9,9 +9,11 @@ from pathlib import Path
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.following import follow
-from paceline.doctor.watching.judging import cleared, judge, notes
-from paceline.doctor.watching.ranks import started
+from paceline.doctor.watching.judging import cleared, judge, notes, wants_gpus
+from paceline.doctor.watching.ranks import Gpus, started
+from paceline.doctor.watching.records import Run
 from paceline.doctor.watching.scratch import Scratch
+from paceline.doctor.watching.sources import names_gpus
 
 __all__ = ["Watched", "watch"]
 
@@ -43,13 +45,32 @@ def watch(
         timeout_s: seconds for all of it.
         in_place: the script runs in the working directory as it is, and what it writes stays.
     """
+    gpus: Gpus = "mapped" if names_gpus(script) else "none"
+    told: list[str] = []
+    run = _run(script, arguments, workers, steps, timeout_s, in_place, gpus)
+    if gpus == "mapped" and wants_gpus(run):
+        gpus = "pretended"
+        run = _run(script, arguments, workers, steps, timeout_s, in_place, gpus)
+    if any(True for _ in run.all("device")):
+        told.append("the script asks for GPUs: the run pass did on the CPU what it asks of them")
+    shown = [replace(finding, path=_shown(finding.path, script)) for finding in judge(run)]
+    return Watched(findings=tuple(shown), cleared=cleared(run), notes=(*told, *notes(run)))
+
+
+def _run(
+    script: Path,
+    arguments: Sequence[str],
+    workers: int,
+    steps: int,
+    timeout_s: float,
+    in_place: bool,
+    gpus: Gpus,
+) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as home:
         scratch = Scratch(Path(home), in_place)
         scratch.place(Path.cwd(), script.parent)
-        with started(script, arguments, workers, scratch) as ranks:
-            run = follow(ranks, steps=steps, timeout_s=timeout_s)
-    shown = [replace(finding, path=_shown(finding.path, script)) for finding in judge(run)]
-    return Watched(findings=tuple(shown), cleared=cleared(run), notes=tuple(notes(run)))
+        with started(script, arguments, workers, scratch, gpus) as ranks:
+            return follow(ranks, steps=steps, timeout_s=timeout_s)
 
 
 def _shown(path: str, script: Path) -> str:

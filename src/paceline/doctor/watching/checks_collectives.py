@@ -85,11 +85,11 @@ def _parted(run: Run) -> Iterator[Finding]:
     mine, others = parted.mine, parted.others
     my_conditions = _own_conditions(mine, others)
     their_conditions = _own_conditions(others, mine) if others is not None else []
-    if my_conditions and their_conditions and _comes_later(run, parted):
+    if my_conditions and their_conditions:
         yield from _order(parted)
-    elif my_conditions and not their_conditions:
+    elif my_conditions:
         yield from _conditional(parted.one, mine, parted.other, others, my_conditions)
-    elif their_conditions and others is not None and not my_conditions:
+    elif their_conditions and others is not None:
         yield from _conditional(parted.other, others, parted.one, mine, their_conditions)
     else:
         yield from _left(run, parted) or _order(parted)
@@ -101,10 +101,6 @@ def _own_conditions(record: Record | None, other: Record | None) -> list[tuple[P
         return []
     shared = {text for _, text in conditions(other.places)} if other is not None else set()
     return [(place, text) for place, text in conditions(record.places) if text not in shared]
-
-
-def _comes_later(run: Run, parted: Parting) -> bool:
-    return parted.others is not None
 
 
 def _stands(account: Account, record: Record | None) -> str:
@@ -209,7 +205,8 @@ def _left(run: Run, parted: Parting) -> Iterator[Finding] | None:
         "uneven-inputs",
         Place(loop.path, loop.line),
         "the ranks have different numbers of batches",
-        f"rank {left.rank} had {count(done[left.rank], 'batch')}, rank {stays.rank} at least {done[stays.rank]}; {evidence}",
+        f"rank {left.rank} had {count(done[left.rank], 'batch')}, "
+        f"rank {stays.rank} at least {done[stays.rank]}; {evidence}",
     )
 
 

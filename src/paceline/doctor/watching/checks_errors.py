@@ -55,8 +55,10 @@ def first_failure(run: Run) -> tuple[Account, Record | None] | None:
     silent = [a for a in failed if a.first("error") is None]
     if silent and (not errors or (silent[0].ended_s or 0.0) < errors[0].at_s):
         return silent[0], None
-    for record in own or errors:
+    for record in own:
         return run.accounts[record.rank], record
+    if errors:
+        return run.accounts[errors[0].rank], errors[0]
     return (failed[0], None) if failed else None
 
 

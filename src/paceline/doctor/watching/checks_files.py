@@ -87,7 +87,10 @@ def _loaded(run: Run) -> Iterator[Finding]:
     for path, by_rank in _by(run, "load", "path").items():
         for writer in (those[0] for those in saves.get(path, {}).values()):
             early = [
-                r for rank, those in by_rank.items() for r in those[:1] if rank != writer.rank and r.syncs <= writer.syncs
+                r
+                for rank, those in by_rank.items()
+                for r in those[:1]
+                if rank != writer.rank and r.syncs <= writer.syncs
             ]
             if early and early[0].rank not in saves[path]:
                 yield from found(
@@ -146,7 +149,9 @@ def _printed(run: Run) -> Iterator[Finding]:
         by_place.setdefault(record.place, {}).setdefault(record.rank, []).append(record)
     for by_rank in by_place.values():
         first = next(iter(by_rank.values()))[0]
-        names_rank = any(re.search(r"rank|worker|process", f"{line_of(p)} {first['text']}", re.I) for p in first.places[:1])
+        names_rank = any(
+            re.search(r"rank|worker|process", f"{line_of(p)} {first['text']}", re.I) for p in first.places[:1]
+        )
         if len(by_rank) < run.world or run.world < 2 or names_rank:
             continue
         lines = min(len(those) for those in by_rank.values())

@@ -65,7 +65,9 @@ def _unequal(those: Sequence[Interval]) -> str:
     """How far apart the ranks are at a step, in a sentence."""
     number = those[0].number + 1
     if _differ(those, "grads"):
-        return f"at step {number} the ranks' gradients differ by up to {_gap_of(those, 'grad_sample')} (values looked at)"
+        return (
+            f"at step {number} the ranks' gradients differ by up to {_gap_of(those, 'grad_sample')} (values looked at)"
+        )
     return f"step {number} was taken without any reduction"
 
 
@@ -237,10 +239,12 @@ def _gathered(run: Run) -> Iterator[Finding]:
 def _changed_after_wrap(run: Run) -> Iterator[Finding]:
     for one in intervals(run.accounts[0]):
         if one.step["changed"]:
-            wraps = [record for record in run.accounts[0].of("wrap")]
+            wraps = list(run.accounts[0].of("wrap"))
             names = one.step["changed"]
             later = [those for those in _steps(run) if those[0].number > one.number]
-            apart = f"; weights differ by {_gap_of(later[-1], 'sample')} after {later[-1].number} steps" if later and _differ(later[-1], "values") else ""
+            apart = ""
+            if later and _differ(later[-1], "values"):
+                apart = f"; weights differ by {_gap_of(later[-1], 'sample')} after {later[-1][0].number} steps"
             yield from found(
                 "params-changed-after-wrap",
                 wraps[0].place if wraps else one.step.place,
@@ -305,7 +309,9 @@ def _diverged(run: Run) -> Iterator[Finding]:
             names = _names(run, those)
             cause = ""
             if previous is not None and _differ(previous, "grads"):
-                cause = f"; the gradients of step {previous[0].number + 1} differed by {_gap_of(previous, 'grad_sample')}"
+                cause = (
+                    f"; the gradients of step {previous[0].number + 1} differed by {_gap_of(previous, 'grad_sample')}"
+                )
             yield from found(
                 "replicas-diverged",
                 (previous or those)[0].step.place,

@@ -22,7 +22,7 @@ def _rendezvous(run: Run) -> Iterator[Finding]:
                     "rendezvous-overridden",
                     record.place,
                     f"{record['key']} is overwritten, so the ranks wait where nobody listens",
-                    f"{ranks([account.rank])} was told {record['key']}={record['before']}, set it to {record['after']}, "
+                    f"rank {account.rank} was told {record['key']}={record['before']}, set it to {record['after']}, "
                     f"and never came out of init_process_group ({at(init.place if init else None)})",
                 )
                 return
@@ -84,4 +84,21 @@ def _alone(run: Run) -> Iterator[Finding]:
         )
 
 
-CHECKS = (_rendezvous, _world_size, _spawned, _destroyed, _legacy, _alone)
+def _devices(run: Run) -> Iterator[Finding]:
+    """All ranks on the first GPU."""
+    used = [list(account.of("device")) for account in run.accounts]
+    if run.world < 2 or not all(used) or any(r["how"] == "set_device" for those in used for r in those):
+        return
+    chosen = [{r["index"] for r in those} for those in used]
+    visible = any(r["key"] == "CUDA_VISIBLE_DEVICES" for r in run.all("env"))
+    if not visible and all(own <= {None, 0} for own in chosen):
+        yield from found(
+            "cuda-device-not-set",
+            used[0][0].place,
+            "every rank uses the first GPU",
+            f"{ranks(range(run.world))} ask for {'cuda:0' if 0 in chosen[0] else 'cuda, without a number'}, "
+            "and none calls torch.cuda.set_device",
+        )
+
+
+CHECKS = (_rendezvous, _world_size, _spawned, _destroyed, _legacy, _alone, _devices)

@@ -99,7 +99,8 @@ def _checkpointed(run: Run) -> Iterator[Finding]:
             "reentrant-checkpoint",
             records[0].place,
             "reentrant checkpointing inside of a DDP",
-            f"rank {failed.rank} failed: a parameter was marked ready twice in one backward" if failed
+            f"rank {failed.rank} failed: a parameter was marked ready twice in one backward"
+            if failed
             else f"{count(len(records), 'block')} in this run; it works only while each runs once in a forward",
             severity="error" if failed else "advice",
         )
@@ -113,8 +114,8 @@ def _norms(run: Run) -> Iterator[Finding]:
             yield from found(
                 "batchnorm-unsynced",
                 wrap.place,
-                f"{count(wrap['norms'], 'batch norm')} take{'s' if wrap['norms'] == 1 else ''} statistics of one rank's samples",
-                f"{batch} samples on each rank, {batch * run.world} in the whole batch",
+                "batch norm's statistics come from one rank's samples",
+                f"{count(wrap['norms'], 'batch norm')}, over {batch} of {batch * run.world} samples on each rank",
                 severity="warning" if batch < _FEW else "advice",
             )
 
@@ -135,7 +136,7 @@ def _overwritten(run: Run) -> Iterator[Finding]:
 
 
 def _buffers(run: Run) -> Iterator[Finding]:
-    for ddp, wrap in _wraps(run).items():
+    for wrap in _wraps(run).values():
         if wrap["broadcasts"] or not wrap["buffers"] or run.world < 2:
             continue
         for those in zip(*(intervals(account) for account in run.accounts), strict=False):

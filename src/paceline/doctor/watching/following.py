@@ -139,5 +139,3 @@ def _tell_where(ranks: Sequence[Rank]) -> None:
             one = Dumping(rank=rank.account.rank, pid=rank.process.pid, path=rank.stacks, doing="")
             rank.account.stands = users_line(collect([one], one.rank, None), begin["thread"])
             rank.hear()
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from paceline.doctor.findings import Finding
@@ -15,8 +16,9 @@ from paceline.doctor.watching import (
     checks_models,
 )
 from paceline.doctor.watching.records import Account, Run
+from paceline.doctor.watching.sources import line_of
 
-__all__ = ["cleared", "judge", "notes"]
+__all__ = ["cleared", "judge", "notes", "wants_gpus"]
 
 _FAMILIES = (
     checks_launch,
@@ -124,6 +126,16 @@ def notes(run: Run) -> Iterator[str]:
         what = f"{error['type']}: {error['text'].strip()[:300]}" if error is not None else _ending(account)
         where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
         yield f"rank {account.rank} failed first{where}: {what}"
+
+
+def wants_gpus(run: Run) -> bool:
+    """Whether it gave up before its first step because there is no GPU."""
+    failure = checks_errors.first_failure(run)
+    if failure is None or any(True for _ in run.all("step")):
+        return False
+    account, error = failure
+    said = f"{error['text']} {line_of(error.place) if error.place else ''}" if error is not None else account.tail
+    return re.search(r"cuda|gpu|nccl", said, re.I) is not None
 
 
 def _ending(account: Account) -> str:

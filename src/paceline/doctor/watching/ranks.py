@@ -17,15 +17,18 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from paceline import env
 from paceline.doctor.watching.records import Account
 from paceline.doctor.watching.scratch import Scratch
 from paceline.supervisor.processes import Process
 
-__all__ = ["Rank", "started"]
+__all__ = ["Gpus", "Rank", "started"]
 
 _TAIL_BYTES = 16 * 1024
+Gpus = Literal["none", "mapped", "pretended"]
+"""``mapped``: what is asked of GPUs is done on the CPU; ``pretended``: besides, the script is told that there are some."""
 
 
 class Rank:
@@ -83,8 +86,12 @@ class Rank:
 
 
 @contextlib.contextmanager
-def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scratch) -> Iterator[list[Rank]]:
-    """The ranks, as processes that run; all are ended with the context."""
+def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scratch, gpus: Gpus) -> Iterator[list[Rank]]:
+    """The ranks, as processes that run; all are ended with the context.
+
+    Args:
+        gpus: what is done about GPUs that the script names. The ranks see none.
+    """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         guard = stack.enter_context(_store(listener))
@@ -92,7 +99,9 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
         run_id = uuid.uuid4().hex
         for number in range(workers):
             environ = _environment(number, workers, listener.getsockname()[1], run_id, scratch)
-            rank = _start(number, script, arguments, environ, scratch)
+            rank = _start(
+                number, [str(scratch.within(script)), *arguments], environ, scratch, _standing_in(gpus, number, workers)
+            )
             stack.callback(rank.end)
             guard.send(str(rank.process.pid).encode())
             ranks.append(rank)
@@ -122,7 +131,9 @@ def _store(listener: socket.socket) -> Iterator[socket.socket]:
             popen.wait()
 
 
-def _start(number: int, script: Path, arguments: Sequence[str], environ: dict[str, str], scratch: Scratch) -> Rank:
+def _start(
+    number: int, words: list[str], environ: dict[str, str], scratch: Scratch, gpus: dict[str, Any] | None
+) -> Rank:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stacks = scratch.home / f"stacks-{number}"
     settings = {
@@ -131,11 +142,12 @@ def _start(number: int, script: Path, arguments: Sequence[str], environ: dict[st
         "stacks": str(stacks),
         "scratch": str(scratch.home),
         "moved": scratch.moved,
+        "gpus": gpus,
     }
     probe = [sys.executable, "-P", "-m", f"{__package__}.probe", json.dumps(settings)]
     with theirs:
         popen = subprocess.Popen(
-            [*probe, str(scratch.within(script)), *arguments],
+            [*probe, *words],
             cwd=scratch.within(Path.cwd()),
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -146,6 +158,13 @@ def _start(number: int, script: Path, arguments: Sequence[str], environ: dict[st
             process_group=0,
         )
     return Rank(number, popen, ours, stacks)
+
+
+def _standing_in(gpus: Gpus, rank: int, workers: int) -> dict[str, Any] | None:
+    """As `probe.gpus.put_on_cpu` takes it."""
+    if gpus == "none":
+        return None
+    return {"local_rank": rank, "ranks": workers, "pretending": gpus == "pretended"}
 
 
 def _environment(rank: int, workers: int, port: int, run_id: str, scratch: Scratch) -> dict[str, str]:
@@ -164,6 +183,7 @@ def _environment(rank: int, workers: int, port: int, run_id: str, scratch: Scrat
         "TORCHELASTIC_RUN_ID": run_id,
     }
     environ.setdefault("OMP_NUM_THREADS", "1")
+    environ["CUDA_VISIBLE_DEVICES"] = ""  # the same run on every machine
     if not scratch.in_place:
         environ["TMPDIR"] = str(scratch.temporary)
     return environ

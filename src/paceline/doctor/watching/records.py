@@ -32,8 +32,9 @@ KINDS: dict[str, str] = {
     "subset": "a Subset is made: size, digest, indices (the first ones)",
     "sampler": "a DistributedSampler is made: sampler, seed, shuffle, replicas, own_rank, size, total, drop_last",
     "set-epoch": "set_epoch of a sampler: sampler, epoch",
-    "loader": "a DataLoader is made: loader, dataset, size, batch, workers, persistent, iterable, sampler, drawn_by, batches",
-    "pass": "a loader is iterated anew: loader, number, epoch (the dataset's), training",
+    "loader": "a DataLoader is made: loader, dataset, size, batch, batches, workers, persistent, iterable, sampler, "
+    "drawn_by (the kind of its sampler)",
+    "pass": "a loader is iterated anew: loader, number, epoch (the dataset's), sampled (the sampler's), grad",
     "batch": "a loader gives a batch: loader, number (of the pass), indices, rows (a digest of each sample)",
     "pass-end": "the loader has no more: loader, number, batches",
     "draw": "random numbers were drawn: where (forward, fetch), generator, state (a digest before), worker, seeded",

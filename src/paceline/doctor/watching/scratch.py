@@ -17,7 +17,9 @@ __all__ = ["Scratch"]
 _SMALL_BYTES = 256 * 1024
 _COPIED_BYTES = 64 * 1024 * 1024
 _ENTRIES = 5000
-_WHOLE = frozenset({".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache"})
+_WHOLE = frozenset(
+    {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache"}
+)
 """Linked as they are: large, and nothing that a training script writes to."""
 
 

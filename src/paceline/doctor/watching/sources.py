@@ -11,9 +11,13 @@ from pathlib import Path
 
 from paceline.doctor.watching.records import Place
 
-__all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loop_around"]
+__all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loop_around", "names_gpus"]
 
-_RANK = re.compile(r"rank|is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index", re.I)
+_RANK = re.compile(
+    r"rank|is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index", re.I
+)
+
+_ANSWER = re.compile(rf"({_RANK.pattern}).*[=<>]|not .*({_RANK.pattern})", re.I)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,22 @@ def line_of(place: Place) -> str:
     return lines[place.line - 1].strip() if 0 < place.line <= len(lines) else ""
 
 
+def names_gpus(script: Path) -> bool:
+    """Whether a script, or a file beside it that it imports, says ``cuda`` or ``nccl``."""
+    pending, seen = [script], set[Path]()
+    while pending:
+        path = pending.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        if re.search(r"cuda|nccl", _text(str(path))):
+            return True
+        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", _text(str(path)), re.M):
+            base = script.parent.joinpath(*name.strip(".").split("."))
+            pending += [file for file in (base.with_suffix(".py"), *base.glob("*.py")) if file.is_file()]
+    return False
+
+
 def _around(place: Place) -> list[ast.AST]:
     """The statements around a line, in its own function, innermost first."""
     found: list[ast.AST] = []
@@ -126,10 +146,9 @@ def _rank_names(path: str) -> frozenset[str]:
     """Names that are given the answer to a question for the rank."""
     found: set[str] = set()
     for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Assign) and _RANK.search(ast.unparse(node.value)):
-            if "==" in ast.unparse(node.value) or "not " in ast.unparse(node.value):
-                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-                found |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
+        if isinstance(node, ast.Assign) and _ANSWER.search(ast.unparse(node.value)):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            found |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
     return frozenset(found)
 
 

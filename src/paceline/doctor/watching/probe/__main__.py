@@ -33,8 +33,8 @@ def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
     """The life of a rank. Returns its exit code.
 
     Args:
-        settings: ``parent`` (process id), ``link`` (descriptor), ``stacks`` (file), ``scratch`` (folder) and ``moved``
-            (folders in it, and what they stand for).
+        settings: ``parent`` (process id), ``link`` (descriptor), ``stacks`` (file), ``scratch`` (folder), ``moved``
+            (folders in it, and what they stand for) and ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named).
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != settings["parent"]:
@@ -42,20 +42,24 @@ def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
     recorder = Recorder(socket.socket(fileno=settings["link"]), settings["moved"])
     os.set_inheritable(settings["link"], False)
     stacks.dump_on_signal(Path(settings["stacks"]))
-    _watch(recorder, settings["scratch"])
+    _watch(recorder, settings["scratch"], settings["gpus"])
     sys.argv[:] = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # started with -P, which leaves this out
+    sys.path.insert(0, str(Path(script).absolute().parent))  # started with -P, which leaves this out
     return _run(recorder, script)
 
 
-def _watch(recorder: Recorder, scratch: str) -> None:
+def _watch(recorder: Recorder, scratch: str, gpus: dict[str, Any] | None) -> None:
     files.own_files_under(scratch)
     files.watch_files(recorder)
     install(recorder, files.STANDARD_TABLE)
 
     def torch_imported() -> None:
         from paceline.doctor.watching.probe import communication, data, optimizers, training
+        from paceline.doctor.watching.probe import gpus as standing_in
 
+        if gpus is not None:
+            install(recorder, standing_in.TABLE)  # before the others, so that these see what the script says
+            standing_in.put_on_cpu(recorder, **gpus)
         for module in (data, training, optimizers, communication, files):
             install(recorder, module.TABLE)
         training.watch_modules(recorder)
@@ -68,7 +72,7 @@ def _watch(recorder: Recorder, scratch: str) -> None:
 def _run(recorder: Recorder, script: str) -> int:
     """Runs the script as Python would: as ``__main__``, an exception shown without the frames of this file."""
     recorder.tell("begin", pid=os.getpid(), thread=threading.get_ident(), places=())
-    code: int | None = 0
+    code = 0
 
     def tell_end() -> None:
         dist = sys.modules.get("torch.distributed")
@@ -85,7 +89,9 @@ def _run(recorder: Recorder, script: str) -> int:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:
-            recorder.tell("error", type="SystemExit", text=str(stop.code)[:2000], places=_users(recorder, stop.__traceback__))
+            recorder.tell(
+                "error", type="SystemExit", text=str(stop.code)[:2000], places=_users(recorder, stop.__traceback__)
+            )
         raise
     except BaseException as error:
         code, trace = 1, error.__traceback__.tb_next if error.__traceback__ else None

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
+import torch
+
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.optimizers import gradients
@@ -56,7 +58,7 @@ def _destroyed(call: Call) -> Generator[None, Any, None]:
 
 def _collective(call: Call) -> Generator[None, Any, None]:
     op = call.function.__name__
-    dist, torch = sys.modules["torch.distributed"], sys.modules["torch"]
+    dist = sys.modules["torch.distributed"]
     tensor = next(iter(digests.tensors_in([*call.args, *call.kwargs.values()])), None)
     sent = call["tensor"] if op.startswith("all_gather") else None
     carries = isinstance(sent, torch.Tensor) and sent.requires_grad and torch.is_grad_enabled()

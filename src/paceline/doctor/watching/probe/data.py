@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Generator
 from typing import Any
+
+import torch
 
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
@@ -57,9 +58,7 @@ class _Pass:
 def _subset_made(call: Call) -> Generator[None, Any, None]:
     yield
     indices = [int(index) for index in call.owner.indices]
-    call.recorder.tell(
-        "subset", size=len(indices), digest=digests.of_numbers(indices), indices=indices[:_INDICES]
-    )
+    call.recorder.tell("subset", size=len(indices), digest=digests.of_numbers(indices), indices=indices[:_INDICES])
 
 
 def _sampler_made(call: Call) -> Generator[None, Any, None]:
@@ -89,7 +88,7 @@ def _loader_made(call: Call) -> Generator[None, Any, None]:
     yield
     if call.error is not None:
         return
-    loader, torch = call.owner, sys.modules["torch"]
+    loader = call.owner
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     sampler = None if iterable else loader.sampler
     call.recorder.tell(
@@ -120,7 +119,7 @@ def _pass_begun(call: Call) -> Generator[None, Any, None]:
         number=number,
         epoch=epoch if isinstance(epoch, int) else None,
         sampled=getattr(sampler, "epoch", None) if _samplers.known(sampler) is not None else None,
-        grad=sys.modules["torch"].is_grad_enabled(),
+        grad=torch.is_grad_enabled(),
     )
 
 
@@ -157,7 +156,7 @@ def _fetching(call: Call) -> Generator[None, Any, None]:
     _fetched += 1
     if _fetched > _FETCHES:
         return
-    info = sys.modules["torch"].utils.data.get_worker_info()
+    info = torch.utils.data.get_worker_info()
     before = digests.generators()
     yield
     after = digests.generators()

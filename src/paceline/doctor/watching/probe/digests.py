@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import xxhash
 
 __all__ = ["generators", "of", "rows", "sampled", "tensors_in"]
@@ -29,7 +30,6 @@ def sampled(tensor: Any, count: int) -> list[float]:
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Any]:
     """The tensors in lists, tuples, dicts and plain objects."""
-    torch = sys.modules["torch"]
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, dict):
@@ -55,7 +55,7 @@ def rows(batch: Any) -> list[str]:
 
 def generators() -> dict[str, str]:
     """The states of the random generators that are in use."""
-    torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     states = {
         "torch": xxhash.xxh3_64_hexdigest(_bytes(torch.get_rng_state())),
         "random": xxhash.xxh3_64_hexdigest(repr(random.getstate()).encode()),
@@ -67,7 +67,6 @@ def generators() -> dict[str, str]:
 
 
 def _bytes(tensor: Any) -> bytes | memoryview:
-    torch = sys.modules["torch"]
     flat = tensor.detach().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 

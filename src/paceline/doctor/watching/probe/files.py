@@ -35,7 +35,7 @@ def watch_files(recorder: Recorder) -> None:
             path, _, flags = arguments
             if not isinstance(path, str | bytes | os.PathLike) or told["open"] > _FILES:
                 return
-            name = os.path.abspath(os.fsdecode(path))
+            name = _absolute(path)
             if name.startswith(("/dev/", "/proc/", "/sys/")) or "__pycache__" in name:
                 return
             if flags & _WRITING:
@@ -45,7 +45,7 @@ def watch_files(recorder: Recorder) -> None:
                 recorder.tell("open", path=recorder.original(name), mode=mode)
             else:
                 with contextlib.suppress(OSError):
-                    if os.stat(name).st_mtime >= began_s:
+                    if Path(name).stat().st_mtime >= began_s:
                         told["open"] += 1
                         recorder.tell("read", path=recorder.original(name))
         elif event == "urllib.Request":
@@ -67,9 +67,10 @@ def watch_files(recorder: Recorder) -> None:
 
 def _own(path: str, *, keep: bool) -> None:
     """Puts a file in place of a link to an original; with its content, if that is to be kept."""
-    if os.path.islink(path) and path.startswith(_scratch):
-        original = os.path.realpath(path)
-        os.unlink(path)
+    link = Path(path)
+    if path.startswith(_scratch) and link.is_symlink():
+        original = link.resolve()
+        link.unlink()
         if keep:
             shutil.copyfile(original, path)
 
@@ -102,7 +103,11 @@ def _loaded(call: Call) -> Generator[None, Any, None]:
 def _path(call: Call, name: str) -> str | None:
     file = call[name]
     file = getattr(file, "name", file)  # an open file knows its path
-    return os.path.abspath(os.fspath(file)) if isinstance(file, str | os.PathLike) else None
+    return _absolute(file) if isinstance(file, str | os.PathLike) else None
+
+
+def _absolute(path: str | bytes | os.PathLike[Any]) -> str:
+    return os.path.normpath(Path.cwd() / os.fsdecode(path))
 
 
 def _prefixed(value: Any, depth: int = 3) -> bool:
@@ -136,7 +141,15 @@ def _slept(call: Call) -> Generator[None, Any, None]:
     call.recorder.done(number)
 
 
-_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_LAUNCHERS = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+)
 
 
 def _variable_set(call: Call) -> Generator[None, Any, None]:

@@ -1,17 +1,17 @@
 """Hooks around functions and methods of torch, put in from tables.
 
-A hook is a generator function: it gets the call, does its part, yields once, gets the result, does the rest.
+A hook is a generator function: it gets the call, does its part, yields once, gets the result, does the rest:
 
     def saved(call):
         number = call.recorder.tell("save", path=call["f"])
         yield
         call.recorder.done(number)
 
-What it raises is told as a ``fault`` and goes no further: a hook must not be noticed. The function itself is called once, with the arguments it was
-given unless the hook replaces ``call.args`` or ``call.kwargs``, and returns and raises what it does.
+What it raises is told as a ``fault`` and goes no further: a hook must not be noticed. The function itself is called
+once, with the arguments it was given unless the hook replaces some (`Call.put`), and returns and raises what it does.
 
-[Note: nested calls] torch's functions call one another. By default a hook sees outermost calls only: those that come
-while another hooked call of the same `scope` is at work are torch's own.
+[Note: nested calls] torch's functions call one another. Of hooks with the same `scope` only the outermost call is seen:
+those inside of it are torch's own.
 """
 
 from __future__ import annotations

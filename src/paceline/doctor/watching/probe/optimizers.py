@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Generator
 from typing import Any
 
+import torch
+
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
@@ -59,7 +61,6 @@ def watch_steps(recorder: Recorder) -> None:
 
 
 def _tell(recorder: Recorder, optimizer: Any) -> int:
-    torch = sys.modules["torch"]
     parameters = _parameters(optimizer)
     own = _number(optimizer)
     known = replicas.names()
@@ -80,14 +81,12 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         values=[digests.of(p)[:12] for p in parameters[:_TOLD]] if plain else [],
         grads=[digests.of(g)[:12] if _dense(g) else None for g in gradients[:_TOLD]] if plain else [],
         sample=[digests.sampled(p, _SAMPLED_VALUES) for p in parameters[:_SAMPLED_PARAMETERS]] if plain else [],
-        grad_sample=[
-            digests.sampled(g, _SAMPLED_VALUES) if _dense(g) else [] for g in gradients[:_SAMPLED_PARAMETERS]
-        ],
+        grad_sample=[digests.sampled(g, _SAMPLED_VALUES) if _dense(g) else [] for g in gradients[:_SAMPLED_PARAMETERS]],
         norm=_norm(gradients),
         changed=_changed(),
-        unheld=[known[id(p)] for d in replicas.all() for p in d.parameters() if p.grad is not None and id(p) not in held][
-            :_TOLD
-        ],
+        unheld=[
+            known[id(p)] for d in replicas.all() for p in d.parameters() if p.grad is not None and id(p) not in held
+        ][:_TOLD],
         buffers={
             name: digests.of(b)[:12]
             for d in replicas.all()

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -66,7 +67,7 @@ class Recorder:
     def users_path(self, file: str) -> str | None:
         """The file as the user knows it; ``None``: it is of a library."""
         if file not in self._kept:
-            self._kept[file] = None if in_libraries(file) else self.original(os.path.abspath(file))
+            self._kept[file] = None if in_libraries(file) else self.original(str(Path(file).absolute()))
         return self._kept[file]
 
     def original(self, path: str) -> str:

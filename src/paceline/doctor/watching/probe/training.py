@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Generator, Iterable
 from typing import Any
+
+import torch
 
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
@@ -63,7 +64,7 @@ replicas = Replicas()
 
 
 def _wrapped(call: Call) -> Generator[None, Any, None]:
-    module, torch = call["module"], sys.modules["torch"]
+    module = call["module"]
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     synced = [m for m in norms if isinstance(m, torch.nn.SyncBatchNorm)]
@@ -77,18 +78,17 @@ def _wrapped(call: Call) -> Generator[None, Any, None]:
         synced_norms=len(synced),
         find_unused=bool(call["find_unused_parameters"]),
         static=bool(call["static_graph"]),
-        broadcasts=bool(call["broadcast_buffers"]),
     )
     yield
     if call.error is None:
         call.recorder.syncs += 1
-        call.recorder.done(number, ddp=replicas.add(call.owner))
+        call.recorder.done(number, ddp=replicas.add(call.owner), broadcasts=bool(call.owner.broadcast_buffers))
     else:
         call.recorder.done(number, failed=True)
 
 
 def _forward(call: Call) -> Generator[None, Any, None]:
-    ddp, torch = call.owner, sys.modules["torch"]
+    ddp = call.owner
     own = replicas.number(ddp)
     if own is None:
         return
@@ -129,7 +129,6 @@ def _forward(call: Call) -> Generator[None, Any, None]:
 
 def _own_buffers(module: Any) -> Iterable[tuple[str, Any]]:
     """Those that are not a batch norm's statistics, which everybody knows to be local, and that change in training."""
-    torch = sys.modules["torch"]
     norms = {
         f"{name}.{own}" if name else own
         for name, part in module.named_modules()
@@ -141,7 +140,6 @@ def _own_buffers(module: Any) -> Iterable[tuple[str, Any]]:
 
 def _tell_graph(recorder: Recorder, ddp: Any, own: int, output: Any) -> None:
     """Which parameters the output depends on, as DDP looks for them itself."""
-    torch = sys.modules["torch"]
     found = torch.nn.parallel.distributed._find_tensors(output)
     pending = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
     seen, used = {id(node) for node in pending}, set()
@@ -163,7 +161,6 @@ def _tell_graph(recorder: Recorder, ddp: Any, own: int, output: Any) -> None:
 
 def watch_modules(recorder: Recorder) -> None:
     """Tells of modules inside of a DDP that are called around it, and what DDP's broadcast did to buffers."""
-    torch = sys.modules["torch"]
 
     def before_forward(module: Any, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -184,7 +181,6 @@ def watch_modules(recorder: Recorder) -> None:
 
 def _tell_overwritten(recorder: Recorder, own: int, module: Any) -> None:
     """At the first module that runs inside of a DDP's forward: the broadcast is over."""
-    torch = sys.modules["torch"]
     before, replicas.before = replicas.before, {}
     now = dict(_own_buffers(module))
     changed = [name for name in before if name in now and not torch.equal(before[name], now[name])]
@@ -225,12 +221,12 @@ def _backward(call: Call) -> Generator[None, Any, None]:
     before = {ddp: _marks(ddp) for ddp in replicas.all()}
     number = call.recorder.tell("backward", roots=[_root(root) for root in roots[:4]])
     yield
-    reached = {
-        replicas.number(ddp): replicas.pending.get(ddp) for ddp, marks in before.items() if _marks(ddp) != marks
-    }
+    reached = {replicas.number(ddp): replicas.pending.get(ddp) for ddp, marks in before.items() if _marks(ddp) != marks}
     for ddp in before:
         replicas.pending.pop(ddp, None)
-    replicas.marks = {id(p): (id(p.grad), p.grad._version) for d in before for p in d.parameters() if p.grad is not None}
+    replicas.marks = {
+        id(p): (id(p.grad), p.grad._version) for d in before for p in d.parameters() if p.grad is not None
+    }
     call.recorder.syncs += "synced" in reached.values()
     call.recorder.done(number, failed=call.error is not None, reached=list(reached.items()))
 
@@ -255,22 +251,32 @@ def _root(tensor: Any) -> list[list[Any]]:
     return told
 
 
-_PASSING = ("DivBackward0", "MulBackward0", "AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "SqueezeBackward0")
+_PASSING = (
+    "DivBackward0",
+    "MulBackward0",
+    "AddBackward0",
+    "SubBackward0",
+    "NegBackward0",
+    "ToCopyBackward0",
+    "SqueezeBackward0",
+)
 
 
 def _divisor(node: Any, name: str) -> float | None:
     """How many samples a mean was taken over, or what was divided by."""
-    torch = sys.modules["torch"]
     value: Any = None
     if name == "NllLossBackward0" or name == "NllLoss2DBackward0":
         value = node._saved_total_weight if node._saved_reduction == 1 else None
     elif name == "MeanBackward0":
         value = node._saved_self_sym_numel
-    elif name in ("MseLossBackward0", "BinaryCrossEntropyWithLogitsBackward0", "L1LossBackward0", "SmoothL1LossBackward0"):
+    elif name in (
+        "MseLossBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "L1LossBackward0",
+        "SmoothL1LossBackward0",
+    ):
         value = node._saved_self.numel() if node._saved_reduction == 1 else None
     elif name == "DivBackward0":
-        value = node._saved_other
-    elif name == "MulBackward0":
         value = node._saved_other
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
@@ -279,7 +285,7 @@ def _divisor(node: Any, name: str) -> float | None:
 
 def _clipped(call: Call) -> Generator[None, Any, None]:
     result = yield
-    norm = result.item() if isinstance(result, sys.modules["torch"].Tensor) else None
+    norm = result.item() if isinstance(result, torch.Tensor) else None
     call.recorder.tell("clip", norm=norm, how=call.function.__name__)
 
 
