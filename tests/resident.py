@@ -101,7 +101,7 @@ class Resident:
                 its arguments.
             cwd: where it runs.
             environ: its whole environment.
-            out: the file of what it prints.
+            out: the file of what it prints; made, or added to.
             err: the same for its errors.
         """
         told = [list(words), str(cwd), dict(environ), str(out.absolute()), str(err.absolute())]
@@ -158,7 +158,7 @@ def run(request: int) -> Any:
     os.setsid()
     os.chdir(cwd)
     for descriptor, path in ((1, out), (2, err)):
-        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.dup2(opened, descriptor)
         os.close(opened)
     os.environ.clear()

@@ -24,8 +24,10 @@ from paceline.errors import ConfigError
 from paceline.run_dir import prepare_run_dir
 from paceline.supervisor import Template, processes, resolve_workers, supervision
 from paceline.worker import report
+from resident import Forked, Resident
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
+"""Tens of times what anything here takes, so that only what hangs runs into it, also on a busy machine."""
 PROLOGUE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -101,15 +103,24 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def start(folder: Path, command: list[str], workers: int) -> subprocess.Popen[str]:
-    """A supervisor in a process of its own."""
-    code = f"import sys; from paceline.supervisor import supervise; sys.exit(supervise({command!r}, {workers}))"
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+Start = Callable[[list[str], int], Forked]
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, err = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, err
+def program(command: list[str], workers: int) -> str:
+    return f"import sys; from paceline.supervisor import supervise; sys.exit(supervise({command!r}, {workers}))"
+
+
+@pytest.fixture
+def start(resident: Resident, tmp_path: Path) -> Start:
+    """Starts a supervisor in a process of its own."""
+    out, err = tmp_path / "out", tmp_path / "err"
+    return lambda command, workers: resident.start(["-c", program(command, workers)], tmp_path, os.environ, out, err)
+
+
+def end(process: Forked, folder: Path) -> tuple[int, str]:
+    """Its exit code, and what it has printed to standard error."""
+    until(lambda: process.poll() is not None)
+    return process.wait(), (folder / "err").read_text()
 
 
 def test_every_worker_knows_its_place_and_finds_the_store(tmp_path: Path, supervise: Callable[..., int]) -> None:
@@ -241,12 +252,12 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path, supervise: Callable[
     until(lambda: all(gone(child) for child in children))
 
 
-def test_workers_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+def test_workers_die_with_a_killed_supervisor(tmp_path: Path, start: Start) -> None:
     before = set(psutil.Process().children())
-    process = start(tmp_path, worker(tmp_path, "hang()"), 2)
+    process = start(worker(tmp_path, "hang()"), 2)
     workers = pids(tmp_path, 2)
-    process.kill()
-    end(process)
+    process.send_signal(signal.SIGKILL)
+    end(process, tmp_path)
     until(lambda: all(gone(pid) for pid in workers))
 
     def orphans_ended() -> bool:  # the tests' template makes this process a subreaper: they come to it
@@ -278,19 +289,20 @@ sys.exit(99 if extra else {signal.SIGINT: 130, signal.SIGTERM: 75}[number])
 @pytest.mark.parametrize(
     ("number", "workers", "code"), [(signal.SIGINT, 2, 130), (signal.SIGTERM, 1, 75), (signal.SIGHUP, 1, 75)]
 )
-def test_a_signal_is_handed_on_once(tmp_path: Path, number: signal.Signals, workers: int, code: int) -> None:
-    process = start(tmp_path, worker(tmp_path, COUNTING), workers)
+def test_a_signal_is_handed_on_once(
+    tmp_path: Path, start: Start, number: signal.Signals, workers: int, code: int
+) -> None:
+    process = start(worker(tmp_path, COUNTING), workers)
     pids(tmp_path, workers)
     process.send_signal(number)
-    assert end(process) == (code, "")
+    assert end(process, tmp_path) == (code, "")
 
 
 def test_ctrl_c_on_a_terminal_reaches_each_worker_once(tmp_path: Path) -> None:
     command = worker(tmp_path, COUNTING)
-    code = f"import sys; from paceline.supervisor import supervise; sys.exit(supervise({command!r}, 1))"
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [sys.executable, "-c", code])
+        os.execv(sys.executable, [sys.executable, "-c", program(command, 1)])
     try:
         pids(tmp_path, 1)
         os.write(terminal, b"\x03")
@@ -301,21 +313,23 @@ def test_ctrl_c_on_a_terminal_reaches_each_worker_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=lambda value: str(value))
-def test_a_worker_that_a_signal_ends_before_it_can_answer(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    process = start(tmp_path, worker(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_DFL); hang()"), 1)
+def test_a_worker_that_a_signal_ends_before_it_can_answer(
+    tmp_path: Path, start: Start, number: signal.Signals, code: int
+) -> None:
+    process = start(worker(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_DFL); hang()"), 1)
     pids(tmp_path, 1)
     process.send_signal(number)
-    assert end(process) == (code, "")
+    assert end(process, tmp_path) == (code, "")
 
 
-def test_ctrl_z_stops_and_continues_all(tmp_path: Path) -> None:
-    process = start(tmp_path, worker(tmp_path, COUNTING), 1)
+def test_ctrl_z_stops_and_continues_all(tmp_path: Path, start: Start) -> None:
+    process = start(worker(tmp_path, COUNTING), 1)
     (pid,) = pids(tmp_path, 1)
     process.send_signal(signal.SIGTSTP)
     until(lambda: {psutil.Process(p).status() for p in (pid, process.pid)} == {psutil.STATUS_STOPPED})
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGTERM)
-    assert end(process) == (75, "")
+    assert end(process, tmp_path) == (75, "")
 
 
 def test_outside_of_the_main_thread(tmp_path: Path, supervise: Callable[..., int]) -> None:
