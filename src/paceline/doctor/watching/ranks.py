@@ -28,7 +28,8 @@ __all__ = ["Gpus", "Rank", "started"]
 
 _TAIL_BYTES = 16 * 1024
 Gpus = Literal["none", "mapped", "pretended"]
-"""``mapped``: what is asked of GPUs is done on the CPU; ``pretended``: besides, the script is told that there are some."""
+"""``mapped``: what is asked of GPUs is done on the CPU; ``pretended``: besides, the script is told that there are
+some."""
 
 
 class Rank:

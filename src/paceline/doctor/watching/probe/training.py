@@ -82,7 +82,7 @@ def _wrapped(call: Call) -> Generator[None, Any, None]:
     yield
     if call.error is None:
         call.recorder.syncs += 1
-        call.recorder.done(number, ddp=replicas.add(call.owner), broadcasts=bool(call.owner.broadcast_buffers))
+        call.recorder.done(number, ddp=replicas.add(call.owner), broadcasts=bool(call.owner.forward_sync_buffers))
     else:
         call.recorder.done(number, failed=True)
 

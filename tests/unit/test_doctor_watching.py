@@ -1,0 +1,322 @@
+"""The run pass, as far as it is pure: what it concludes from records, reads around lines, and how hooks behave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from paceline.doctor.rules import RULES
+from paceline.doctor.watching.judging import judge
+from paceline.doctor.watching.probe.hooking import Call, Hooked, install
+from paceline.doctor.watching.probe.recorder import Recorder
+from paceline.doctor.watching.records import BOUND_BYTES, KINDS, Account, Place, Record, Run, pack
+from paceline.doctor.watching.scratch import Scratch
+from paceline.doctor.watching.sources import conditions, is_of_rank, loop_around, names_gpus
+
+SCRIPT = """
+import torch.distributed as dist
+chief = dist.get_rank() == 0
+for epoch in range(8):
+    step(epoch)
+    if chief:
+        dist.all_reduce(shown)
+    if worse > 3:
+        break
+    if not fine:
+        continue
+    if loss > 1:
+        dist.all_gather(parts, loss)
+    step(epoch)
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+class Told:
+    """Records of one rank, in order."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self.account, self._path = Account(rank=rank), path
+
+    def tell(self, kind: str, line: int = 1, *, over: bool = True, syncs: int = 0, **facts: Any) -> Told:
+        assert kind in KINDS
+        number = len(self.account.records)
+        self.account.records.append(
+            Record(
+                kind=kind,
+                rank=self.account.rank,
+                number=number,
+                at_s=float(number),
+                places=(Place(str(self._path), line),),
+                syncs=syncs,
+                facts=facts,
+                ended_s=number + 0.5 if over else None,
+            )
+        )
+        return self
+
+    def meets(self, op: str, line: int, *, over: bool = True) -> Told:
+        return self.tell("collective", line, over=over, op=op, ranks=[0, 1], shape=[1], dtype="float32")
+
+    def goes(self, line: int, *, over: bool = True, synced: str = "synced") -> Told:
+        """Forward and backward."""
+        self.tell("forward", line, grad=True, communicates=False, ddp=0, training=True, batch=4)
+        return self.tell("backward", line, over=over, roots=[], **({"reached": [[0, synced]]} if over else {}))
+
+
+def two(path: Path) -> tuple[Told, Told]:
+    return Told(0, path).tell("init"), Told(1, path).tell("init")
+
+
+def ids(*told: Told, stopped: str = "hang") -> list[str]:
+    return [finding.id for finding in judge(Run(accounts=[one.account for one in told], stopped=stopped))]
+
+
+def test_a_collective_of_one_rank_is_named_with_its_condition(script: Path) -> None:
+    zero, one = two(script)
+    zero.goes(5).meets("all_reduce", 7, over=False)
+    one.goes(5).goes(5, over=False)
+    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
+    assert (finding.id, finding.line) == ("rank-conditional-collective", 7)
+    assert "if chief" in finding.message
+    assert "rank 1 is at backward (train.py:5)" in finding.evidence
+
+
+def test_a_collective_that_depends_on_data_is_another_mistake(script: Path) -> None:
+    zero, one = two(script)
+    zero.goes(5).meets("all_gather", 13, over=False)
+    one.goes(5).goes(14, over=False)
+    assert ids(zero, one) == ["data-dependent-collective"]
+
+
+def test_who_leaves_a_loop_by_break_has_stopped_early(script: Path) -> None:
+    zero, one = two(script)
+    zero.goes(5).goes(5).goes(5, over=False)
+    one.goes(5).goes(5).meets("barrier", 15, over=False)
+    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
+    assert (finding.id, finding.line) == ("rank-local-early-stop", 9)
+    assert "rank 1 leaves the loop at `if worse > 3`" in finding.message
+
+
+def test_who_leaves_a_loop_that_has_no_break_had_fewer_batches(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("for batch in batches:\n    step(batch)\ndist.barrier()\n")
+    zero, one = two(script)
+    zero.goes(2).goes(2).goes(2, over=False)
+    one.goes(2).goes(2).meets("barrier", 3, over=False)
+    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
+    assert (finding.id, finding.line) == ("uneven-inputs", 1)
+    assert "rank 1 had 2 batches, rank 0 at least 3" in finding.evidence
+
+
+def test_a_rank_that_goes_forward_twice_has_skipped(script: Path) -> None:
+    zero, one = two(script)
+    zero.goes(5).goes(5)
+    one.goes(5).tell("forward", 5, grad=True, communicates=False, ddp=0).goes(5)
+    assert ids(zero, one) == ["rank-local-skip"]
+
+
+def test_ranks_that_do_the_same_give_no_finding(script: Path) -> None:
+    zero, one = two(script)
+    for told in (zero, one):
+        told.goes(5).meets("all_reduce", 7).meets("barrier", 15).tell("end", code=0, initialized=False)
+    assert ids(zero, one, stopped="ended") == []
+
+
+def test_what_is_cut_off_by_a_limit_is_no_parting(script: Path) -> None:
+    zero, one = two(script)
+    zero.goes(5).goes(5)
+    one.goes(5)
+    assert ids(zero, one, stopped="steps") == []
+
+
+def step(values: list[str], grads: list[str], **facts: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {"optimizer": 0, "plain": True, "values": values, "grads": grads}
+    samples = {"sample": [[float(len(value)) for value in values]], "grad_sample": [[0.0]]}
+    return {**plain, **samples, "changed": [], "unheld": [], "names": ["weight"], "in_ddp": [True], **facts}
+
+
+def test_weights_that_differ_are_explained_once(script: Path) -> None:
+    zero, one = two(script)
+    zero.tell("optimizer", 3).goes(5).tell("step", 6, **step(["a"], ["g"]))
+    one.tell("optimizer", 3).goes(5).tell("step", 6, **step(["bb"], ["g"]))
+    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="ended"))
+    assert finding.id == "replicas-start-different"
+    assert "differ by up to 1" in finding.evidence
+
+
+def test_weights_that_come_apart_for_no_other_reason_have_diverged(script: Path) -> None:
+    zero, one = two(script)
+    for told, values in ((zero, ("a", "b")), (one, ("a", "cc"))):
+        for value in values:
+            told.goes(5).tell("step", 6, **step([value], ["g"]))
+    assert ids(zero, one, stopped="ended") == ["replicas-diverged"]
+
+
+def test_a_step_on_held_gradients_explains_what_comes_of_it(script: Path) -> None:
+    zero, one = two(script)
+    for told, values in ((zero, ("a", "b")), (one, ("a", "cc"))):
+        for value in values:
+            told.goes(5, synced="held").tell("step", 6, **step([value], [value]))
+    assert ids(zero, one, stopped="ended") == ["unsynced-optimizer-step"]
+
+
+def test_every_check_names_a_rule() -> None:
+    """Whatever a check can find is in the table of rules."""
+    import re
+
+    folder = Path(sys.modules[judge.__module__].__file__ or "").parent
+    named = {
+        name
+        for file in folder.glob("checks_*.py")
+        for name in re.findall(r'^ +"([a-z0-9]+(?:-[a-z0-9]+)+)",$', file.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 40
+    assert named <= set(RULES)
+
+
+def test_conditions_and_loops_around_a_line(script: Path) -> None:
+    inside = Place(str(script), 7)
+    assert [text for _, text in conditions([inside])] == ["chief"]
+    assert is_of_rank("chief", str(script))
+    assert not is_of_rank("loss > 1", str(script))
+    loop = loop_around([inside])
+    assert loop is not None
+    assert (loop.line, loop.exits, loop.skips) == (4, ((9, "worse > 3"),), ((11, "not fine"),))
+    assert loop_around([Place(str(script), 15)]) is None
+
+
+def test_gpus_are_looked_for_in_imported_files_too(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text("from helpers import device\n")
+    assert not names_gpus(script)
+    (tmp_path / "helpers.py").write_text("device = 'cuda'\n")
+    assert names_gpus(script)
+
+
+def test_a_record_is_over_when_its_end_is_told() -> None:
+    account = Account(rank=0)
+    common = {"at_s": 1.0, "child": None}
+    account.take(
+        pack({"kind": "collective", "number": 1, "places": [], "syncs": 0, "facts": {"op": "barrier"}, **common})
+    )
+    assert account.waiting() is account.records[0]
+    account.take(pack({"kind": "done", "of": 1, "facts": {"more": 2}, **common}))
+    assert account.waiting() is None
+    assert account.records[0].facts == {"op": "barrier", "more": 2}
+
+
+def test_a_message_is_bounded() -> None:
+    long = pack({"kind": "batch", "facts": {"rows": ["x" * 16] * BOUND_BYTES}})
+    assert len(long) < BOUND_BYTES
+    assert json.loads(long)["facts"] == {"cut": True}
+
+
+@pytest.fixture
+def heard() -> Iterator[tuple[Recorder, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.setblocking(False)
+        yield Recorder(theirs, {}), ours
+
+
+def messages(link: socket.socket) -> list[dict[str, Any]]:
+    found = []
+    while True:
+        try:
+            found.append(json.loads(link.recv(1 << 18)))
+        except BlockingIOError:
+            return found
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("a_library")
+
+    def double(x: int, *, by: int = 2) -> int:
+        if x < 0:
+            raise ValueError("negative")
+        return x * by
+
+    def outer(x: int) -> int:
+        result: int = module.__dict__["double"](x)
+        return result
+
+    module.__dict__.update(double=double, outer=outer)
+    monkeypatch.setitem(sys.modules, "a_library", module)
+    return module
+
+
+def noted(call: Call) -> Generator[None, Any, None]:
+    number = call.recorder.tell("print", by=call["by"])
+    result = yield
+    call.recorder.done(number, failed=call.error is not None, result=result)
+
+
+def test_a_hook_tells_and_the_function_does_what_it_did(
+    heard: tuple[Recorder, socket.socket], library: ModuleType
+) -> None:
+    recorder, link = heard
+    install(recorder, [Hooked("a_library", "double", noted)])
+    assert library.double(3) == 6
+    assert library.double.__name__ == "double"
+    begun, done = messages(link)
+    assert begun["facts"] == {"by": 2}
+    assert done["facts"] == {"result": 6}
+    with pytest.raises(ValueError, match="negative"):
+        library.double(-1)
+    assert [message["kind"] for message in messages(link)] == ["print", "failed"]
+
+
+def test_a_hook_that_fails_is_not_noticed(heard: tuple[Recorder, socket.socket], library: ModuleType) -> None:
+    def broken(call: Call) -> Generator[None, Any, None]:
+        raise RuntimeError("broken hook")
+        yield
+
+    recorder, link = heard
+    install(recorder, [Hooked("a_library", "double", broken), Hooked("a_library", "nothing", broken)])
+    assert library.double(3) == 6
+    assert [message["facts"]["text"] for message in messages(link)] == ["RuntimeError: broken hook"]
+
+
+def test_calls_inside_of_hooked_calls_are_the_librarys_own(
+    heard: tuple[Recorder, socket.socket], library: ModuleType
+) -> None:
+    recorder, link = heard
+    install(recorder, [Hooked("a_library", name, noted, scope="double") for name in ("double", "outer")])
+    assert library.outer(3) == 6
+    assert len(messages(link)) == 2  # begun and done
+    library.double(3)
+    assert len(messages(link)) == 2
+
+
+def test_what_a_script_writes_stays_in_the_scratch_folder(tmp_path: Path) -> None:
+    project, home = tmp_path / "project", tmp_path / "home"
+    (project / "runs").mkdir(parents=True)
+    home.mkdir()
+    (project / "train.py").write_text("print(1)\n")
+    (project / "large.bin").write_bytes(bytes(300_000))
+    scratch = Scratch(home, in_place=False)
+    scratch.place(project, project / "runs")
+    inside = scratch.within(project / "runs")
+    assert inside.is_dir()
+    assert inside.is_relative_to(home)
+    (inside / "new.pt").write_text("new")
+    scratch.within(project / "train.py").write_text("changed")
+    assert scratch.within(project / "large.bin").is_symlink()
+    assert (project / "train.py").read_text() == "print(1)\n"
+    assert list((project / "runs").iterdir()) == []
+    assert list(scratch.moved.values()) == [str(project)]
