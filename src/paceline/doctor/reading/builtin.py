@@ -187,8 +187,8 @@ class Builtins(Objects):
             if len(arguments) > 2 and value.kind == "module" and name == "module":
                 return arguments[2]
             return self.attribute(value, name, node)
-        for field, held in value.fields.items():
-            self.on_read(value, field, held)
+        for field in value.fields:
+            self.on_read(value, field, sure=False)
         return Value(labels=value.labels, kind="unknown")
 
     def _call_setattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:

@@ -110,6 +110,9 @@ class Calls(Effects):
                 result = Value("context", name=name, fields={"owner": receiver})
             case "module" | "optimizer":
                 result = Value(known.makes)
+        if receiver.kind == "module" and known.makes in ("modules", "parameters", "state_dict"):
+            for field in receiver.fields:
+                self.on_read(receiver, field)
         if name == "register_buffer" and isinstance(buffer := given.get("name", NONE).only, str):
             result = Value("buffer", given.get("tensor", NONE).labels, buffer)
             self.write(receiver.fields, buffer, result)
@@ -140,6 +143,8 @@ class Calls(Effects):
             role = "cuda" if name == "cuda" else "place"
             self.event(role, node, subject=receiver, arguments={"device": arguments[0]} if arguments else given)
             return result
+        elif receiver.kind == "buffer" and name.endswith("_"):
+            self.event("buffer", node, name=receiver.name, subject=receiver, arguments={"value": Value(labels=labels_of(arguments))})
         elif name == "set_epoch":
             self.event("set_epoch", node, subject=receiver, arguments={"epoch": arguments[0]} if arguments else given)
         elif name in ("glob", "iterdir", "rglob") and receiver.kind != "tensor":

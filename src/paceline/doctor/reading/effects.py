@@ -41,6 +41,7 @@ class Effects(Builtins):
         labels = labels_of([*arguments, *keywords.values()]) | graph
         if not self.inside:
             labels |= {f"forward:{event.number}"}
+            self.forward_from = len(event.under)
         self.inside.append(module)
         try:
             result = self._run_forward(module, arguments, keywords, node)
@@ -48,9 +49,7 @@ class Effects(Builtins):
             self.inside.pop()
         if result is None:
             result = Value("tensor", length=arguments[0].length if arguments else None)
-        elif "divided" not in result.labels:
-            labels -= {"divided"}
-        event.result = relabelled(result, labels)
+        event.result = relabelled(result, labels, without=frozenset({"divided", "sum", "count", "own-mean"}))
         return event.result
 
     def _run_forward(
@@ -251,6 +250,8 @@ class Effects(Builtins):
         of = value.kind
         if name in ("item", "tolist", "numpy", "detach", "argmax", "eq", "isfinite", "isnan", "requires_grad_"):
             labels -= {"graph"}
+        if name in ("sum", "mean"):
+            labels -= {"sum", "mean"}
         if name in ("sum", "mean", "unique"):
             labels |= {name}
         if name == "sum" and "graph" not in labels:
@@ -268,7 +269,7 @@ class Effects(Builtins):
         if name == "chunk" and value.length is not None and arguments:
             parts = combined(lambda n, k: min(n, k) if n % k == 0 else UNKNOWN, value.length, arguments[0].known)
             return Value("list", labels | {"some"}, items=[Value("tensor", value.labels)], length=parts)
-        kind = of if of in ("tensor", "batch") else "tensor" if of in ("grad", "parameter") else "unknown"
+        kind = of if of in ("tensor", "batch") else "tensor" if of in ("grad", "parameter", "buffer") else "unknown"
         keeps = name in ("clone", "detach", "float", "long", "cpu", "contiguous", "double", "half", "square", "abs", "int")
         return Value(kind, labels, length=value.length if keeps else None, fields={})
 
@@ -329,19 +330,20 @@ def is_sharded(samplers: list[Value]) -> bool:
     )
 
 
-def relabelled(value: Value, labels: frozenset[str], depth: int = 4) -> Value:
-    """The same tensor, or tuple or dict of tensors, with more labels."""
+def relabelled(value: Value, labels: frozenset[str], without: frozenset[str], depth: int = 4) -> Value:
+    """The same tensor, or tuple or dict of tensors, with other labels."""
     if value.kind in ("module", "ddp", "function", "class") or depth == 0:
         return value
-    items = [relabelled(item, labels, depth - 1) for item in value.items] if value.items is not None else None
+    items = [relabelled(item, labels, without, depth - 1) for item in value.items] if value.items is not None else None
     fields = value.fields
     if value.kind == "dict":
-        fields = {name: relabelled(held, labels, depth - 1) for name, held in fields.items()}
-    options = tuple(relabelled(option, labels, depth - 1) for option in value.options)
+        fields = {name: relabelled(held, labels, without, depth - 1) for name, held in fields.items()}
+    options = tuple(relabelled(option, labels, without, depth - 1) for option in value.options)
     if value.is_none:
         return value
     kind = "tensor" if value.kind in ("unknown", "scalar") else value.kind
-    return Value(kind, value.labels | labels, value.name, None, fields, items, options, value.code, value.length, value.line)
+    made = (value.labels - without) | (labels - without)
+    return Value(kind, made, value.name, None, fields, items, options, value.code, value.length, value.line)
 
 
 def _numbered(values: list[Value]) -> dict[str, Value]:

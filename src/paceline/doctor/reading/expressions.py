@@ -133,21 +133,24 @@ class Expressions(Machine):
         if isinstance(op, ast.Div) and isinstance(left.default, str):
             return Value("scalar", labels, known=known)
         if isinstance(op, ast.Div | ast.FloorDiv):
-            labels |= {"divided"} if "graph" in left.labels or isinstance(op, ast.Div) else frozenset()
+            labels |= {"divided"} if "graph" in left.labels else frozenset()
             labels = _scaled(labels, left, right, "divided-by-world")
             if "reduced" in right.labels:
                 labels |= {"over-global-count"}
-            if "sum" in left.labels and "count" in right.labels and "graph" in left.labels:
+            counted = "count" in right.labels and right.varies and "reduced" not in right.labels
+            if counted and {"sum", "graph"} <= left.labels:
                 labels |= {"own-mean"}
         elif isinstance(op, ast.Mult):
             for one, other in ((left, right), (right, left)):
                 labels = _scaled(labels, one, other, "times-world")
                 if "graph" in one.labels and "graph" not in other.labels:
                     labels |= {"divided"}
-        elif isinstance(op, ast.Mod) and "devices" in right.labels:
-            labels |= {"modulo-devices"}
+        elif isinstance(op, ast.Mod):
+            labels |= {"modulo-devices"} if "devices" in right.labels else frozenset()
+            counts = "counter" in left.labels or (left.known is not None and left.known.loop is not None)
+            labels |= {"every-nth"} if counts else frozenset()
         kinds = {left.kind, right.kind}
-        kind = "tensor" if "tensor" in kinds or "grad" in kinds or "parameter" in kinds else "unknown"
+        kind = "tensor" if kinds & {"tensor", "grad", "parameter", "buffer", "batch"} else "unknown"
         if isinstance(op, ast.Div) and "path" in (left.kind, right.kind):
             kind = "path"
         value = Value("scalar" if known else kind, labels, known=known, line=getattr(node, "lineno", 0))

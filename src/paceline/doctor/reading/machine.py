@@ -94,6 +94,7 @@ class Machine(ABC):
         self.inside: list[Value] = []
         self.spawned = False
         self.overrides: dict[str, Value] = {}
+        self.forward_from = 0
         self.seeds: dict[str, frozenset[str]] = {"numpy": frozenset({"rng"}), "python": frozenset({"rng"})}
         self.steps_left = MAX_STEPS
         self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
@@ -171,6 +172,7 @@ class Machine(ABC):
             inside=tuple(self.inside),
             spawned=self.spawned,
             node=node,
+            labels=subject.labels if subject is not None else frozenset(),
             result=result or Value(),
         )
         self.trace.events.append(event)

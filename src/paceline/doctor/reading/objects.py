@@ -49,7 +49,7 @@ class Objects(Expressions):
             child = self.program.find(f"{module.name}.{name}")
             return Value("python_module", name=name, code=child) if child is not None else Value()
         if (held := value.fields.get(name)) is not None:
-            self.on_read(value, name, held)
+            self.on_read(value, name)
             return held
         if (method := method_of(value, name)) is not None:
             code: Function = method.code
@@ -71,8 +71,12 @@ class Objects(Expressions):
             value.fields[name] = child_value  # the same object the next time
         return child_value
 
-    def on_read(self, value: Value, name: str, held: Value) -> None:
-        """A field was looked at."""
+    def on_read(self, value: Value, name: str, *, sure: bool = True) -> None:
+        """A field of a module was looked at in some forward; ``sure``: in each one, if nothing stands above it."""
+        if self.inside and value.kind == "module":
+            always = sure and len(self.conditions()) <= self.forward_from
+            fields = self.trace.reads.setdefault(id(value), {})
+            fields[name] = fields.get(name, False) or always
 
     def _of_tensor(self, value: Value, name: str) -> Value:
         if name == "grad":
@@ -103,11 +107,11 @@ class Objects(Expressions):
             return value.fields[name]
         if value.kind == "module" and isinstance(key.only, int) and str(key.only) in value.fields:
             held = value.fields[str(key.only)]
-            self.on_read(value, str(key.only), held)
+            self.on_read(value, str(key.only))
             return held
         if value.kind == "module":
-            for name, held in value.fields.items():
-                self.on_read(value, name, Value("unknown", held.labels | {"either"}))
+            for name in value.fields:
+                self.on_read(value, name, sure=False)
             return joined(submodules(value)) if any(True for _ in submodules(value)) else Value("module")
         if key.kind == "slice":
             return self._sliced(value, key)
@@ -224,8 +228,8 @@ class Objects(Expressions):
             case "state_dict":
                 return Value("parameter", value.labels, fields=dict(value.fields))
             case "module":
-                for name, held in value.fields.items():
-                    self.on_read(value, name, held)
+                for name in value.fields:
+                    self.on_read(value, name)
                 return joined(submodules(value))
             case "dict":
                 return Value("scalar", value.labels)

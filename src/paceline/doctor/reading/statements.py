@@ -82,12 +82,20 @@ class Reader(Calls):
                 old.items, old.length = made.items, made.length if not self.loops else None
                 old.labels |= {"some"} if self.loops else set()
             return
-        self.assign(node.target, self.binary(old, node.op, value, node))
+        made = self.binary(old, node.op, value, node)
+        if isinstance(node.target, ast.Attribute) and not self.constructing:
+            made.known, made.labels = None, made.labels | {"counter"}  # another value the next time
+        self.assign(node.target, made)
+
+    @property
+    def constructing(self) -> bool:
+        """Whether an object is being made."""
+        return any(isinstance(frame.code, ast.FunctionDef) and frame.code.name == "__init__" for frame in self.frames)
 
     def assign(self, target: ast.expr, value: Value) -> None:
         match target:
             case ast.Name():
-                self.write(self.frame.scope.holder(target.id), target.id, self._set_here(value))
+                self.write(self.frame.scope.holder(target.id), target.id, value)
             case ast.Tuple() | ast.List():
                 self._unpack(target.elts, value)
             case ast.Starred():
@@ -99,13 +107,6 @@ class Reader(Calls):
                     return
             case ast.Subscript():
                 self._set_item(self.evaluate(target.value), self.evaluate(target.slice), value, target)
-
-    def _set_here(self, value: Value) -> Value:
-        """What is set under a condition that differs between ranks differs itself."""
-        implied = self.implied()
-        if value.kind not in ("scalar", "unknown", "tensor") or implied <= value.labels:
-            return value
-        return Value(value.kind, value.labels | implied, value.name, value.known, value.fields, value.items, length=value.length)
 
     def _unpack(self, targets: list[ast.expr], value: Value) -> None:
         if value.options:
@@ -136,12 +137,11 @@ class Reader(Calls):
             self.event("buffer", node, name=held.name, subject=held, arguments={"value": Value(labels=added)})
             return
         if owner.kind in ("module", "ddp", "dataset", "stream", "parameter", "loader", "sampler"):
-            constructing = any(isinstance(f.code, ast.FunctionDef) and f.code.name == "__init__" for f in self.frames)
-            if not constructing:
+            if not self.constructing:
                 self.event("store", node, name=name, subject=owner, arguments={"value": value})
         if owner.kind == "parameter" and name == "grad":
             self.event("grad", node, subject=Value("grad", fields={"of": owner}), arguments={"value": value})
-        self.write(owner.fields, name, self._set_here(value))
+        self.write(owner.fields, name, value)
 
     def _set_item(self, owner: Value, key: Value, value: Value, node: ast.AST) -> None:
         if owner.name == "os.environ":
@@ -149,7 +149,7 @@ class Reader(Calls):
             return
         for option in owner.each():
             if option.kind in ("dict", "namespace") and isinstance(name := key.only, str):
-                self.write(option.fields, name, self._set_here(value))
+                self.write(option.fields, name, value)
             elif option.kind == "module":
                 self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})
                 self.write(option.fields, str(key.default), value)
@@ -326,7 +326,9 @@ class Reader(Calls):
             if new is None or new is old:
                 continue
             if new.kind in ("scalar", "unknown", "tensor") and old.kind in ("scalar", "unknown", "tensor"):
-                self.write(names, name, Value("unknown" if old.known != new.known else new.kind, old.labels | new.labels))
+                changes = old.known != new.known
+                labels = old.labels | new.labels | ({"counter"} if changes else set())
+                self.write(names, name, Value("unknown" if changes else new.kind, labels))
 
     # --- contexts
 

@@ -66,6 +66,7 @@ class Event:
         under: what must hold.
         within: context managers around it: ``no_sync``, ``no_grad``, ``join``.
         inside: modules whose ``forward`` is running.
+        labels: what went into the subject by then.
         spawned: in a process that the script itself started.
         result: what it gave.
     """
@@ -83,6 +84,7 @@ class Event:
     inside: tuple[Value, ...]
     spawned: bool
     node: ast.AST
+    labels: frozenset[str]
     result: Value = field(default_factory=Value)
 
     @property
@@ -127,11 +129,13 @@ class Trace:
     Args:
         names: full dotted names of APIs that the script looks up.
         variables: environment variables that it reads.
+        reads: by identity of a module its fields that a forward looked at, and whether it always does.
     """
 
     events: list[Event] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
+    reads: dict[int, dict[str, bool]] = field(default_factory=dict)
 
     def of(self, *roles: str) -> Iterator[Event]:
         return (event for event in self.events if event.role in roles)

@@ -232,6 +232,9 @@ def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
 def picked(choice: Value, true: Value, false: Value) -> Value:
     """``true`` on ranks where ``choice`` is true, ``false`` on the others."""
     truths = [choice.truth(rank) for rank in range(RANKS)]
+    if true.items and false.items and true.kind == false.kind == "tuple" and len(true.items) == len(false.items):
+        pairs = zip(true.items, false.items, strict=True)
+        return Value("tuple", items=[picked(choice, one, other) for one, other in pairs], length=true.length)
     loopless = all(value.known is not None and value.known.loop is None for value in (true, false))
     if loopless and None not in truths and true.known and false.known:
         points = tuple((true if truth else false).known.at(rank) for rank, truth in enumerate(truths))  # type: ignore[union-attr]
