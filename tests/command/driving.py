@@ -119,7 +119,7 @@ class Started:
                 raise AssertionError(f"still running after {DEADLINE_S:.0f} s\n{self._texts()}")
             time.sleep(0.05)
         ended = time.time()
-        _, orphans = psutil.wait_procs(self._seen, timeout=5)
+        _, orphans = psutil.wait_procs(self._seen, timeout=30)
         for orphan in orphans:
             orphan.kill()
         assert not orphans, f"left behind: {orphans}"
@@ -133,7 +133,7 @@ class Started:
             if process.is_running():
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        _, alive = psutil.wait_procs(processes, timeout=30)
         assert not alive, f"alive after SIGKILL: {alive}"
 
     def _texts(self) -> tuple[str, str]:
