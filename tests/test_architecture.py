@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "models": "errors",
     "data": "errors config determinism",
     "reduction": "errors lanes determinism team",
-    "memory": "errors determinism lanes reduction sizes",
+    "memory": "errors determinism sizes",
     "metrics": "errors reduction",
     "checkpoint": "errors config",
     "progress": "events",
@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "evaluation": "config data determinism lanes metrics team",
     "run": "errors config env faults lanes link events callsite determinism signals worker member membership agreement "
     "data evaluation metrics saving loop standing step tracked",
-    "planning": "errors config data determinism memory optim parsing reduction sizes tasks",
+    "planning": "errors callsite config data determinism lanes memory mistakes optim parsing reduction sizes tasks",
     "train": "errors config determinism env events memory run_dir parsing planning optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
     "verify": "errors config env events faults run_dir parsing checkpoint",

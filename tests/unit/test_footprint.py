@@ -13,11 +13,13 @@ from torch import nn
 from paceline.config import Execution, Optimizer, Recipe
 from paceline.errors import ConfigError
 from paceline.lanes import check_batch, lanes_of
-from paceline.memory.footprint import Footprint, gradient_sets, inbox_elements
+from paceline.memory.live import shapes_only
 from paceline.memory.plan import BlockCost, Level, Option
-from paceline.memory.simulate import shapes_only
+from paceline.memory.profile import Profile
+from paceline.memory.simulate import Work
 from paceline.planning.candidates import Candidate, candidates
-from paceline.planning.grid import Costs, between, cell
+from paceline.planning.footprint import Footprint, gradient_sets, inbox_elements
+from paceline.planning.grid import between, cell
 from paceline.planning.outlook import Outlook
 from paceline.planning.sheet import lines, worst
 from paceline.planning.state import footprint, state_of, storage_bytes
@@ -150,7 +152,7 @@ def test_one_worker_exchanges_nothing_and_one_lane_sums_nothing() -> None:
     assert of_run(lanes=8, workers=1).lane_sums == 3 * of_run().gradients
 
 
-def costs(micro_batch: int, *, blocks: int = 3, fixed: int = 10) -> Costs:
+def costs(micro_batch: int, *, blocks: int = 3, fixed: int = 10) -> Profile:
     """Costs with a kink: a gradient of constant size outweighs the activations of small micro-batches."""
 
     def options(n: int) -> tuple[Option, ...]:
@@ -160,8 +162,8 @@ def costs(micro_batch: int, *, blocks: int = 3, fixed: int = 10) -> Costs:
             Option(level="full", held=n, backward=max(200, 13 * n), seconds=1.0 * n),
         )
 
-    return Costs(
-        micro_batch=micro_batch,
+    return Profile(
+        work=Work(),
         fixed=fixed,
         blocks=tuple(BlockCost(name=f"blocks.{at}", options=options(micro_batch)) for at in range(blocks)),
         loss=5 * micro_batch,
@@ -170,7 +172,7 @@ def costs(micro_batch: int, *, blocks: int = 3, fixed: int = 10) -> Costs:
 
 
 def test_between_two_sizes_costs_are_never_too_low_and_exact_where_looked_at() -> None:
-    looked_at = [costs(1), costs(8), costs(64)]
+    looked_at = {size: costs(size) for size in (64, 1, 8)}
     for size in range(1, 65):
         found, true = between(looked_at, size), costs(size)
         for there, real in zip(found.blocks, true.blocks, strict=True):
@@ -228,8 +230,27 @@ def test_auto_fits_at_the_least_cost_and_else_needs_the_least() -> None:
     assert nothing is not None and nothing.peak <= everything.peak
 
 
-def names(needed: Costs) -> list[str]:
+def names(needed: Profile) -> list[str]:
     return [block.name for block in needed.blocks]
+
+
+def test_a_gpu_has_room_for_gaps_too() -> None:
+    needed = costs(100)
+    keep: dict[str, Level] = dict.fromkeys(names(needed), "keep")
+    found = cell(needed, NOTHING, keep, budget=0)
+    assert found is not None
+    assert found.peak == NOTHING.during_backward + found.activations + found.gaps
+    assert found.gaps == pytest.approx(found.activations / 10, abs=1)
+    for budget in range(found.peak - 50, found.peak + 50):  # what auto takes for fitting does
+        chosen = cell(needed, NOTHING, "auto", budget)
+        assert chosen is not None and chosen.peak <= budget
+
+
+def test_sizes_that_have_other_levels_share_those_that_both_have() -> None:
+    keep = (Option(level="keep", held=1, backward=1),)
+    few = dataclasses.replace(costs(1), blocks=tuple(BlockCost(name=name, options=keep) for name in names(costs(1))))
+    assert [len(block.options) for block in between({1: few, 8: costs(8)}, 4).blocks] == [1, 1, 1]
+    assert [len(block.options) for block in between({1: costs(1), 8: few}, 4).blocks] == [1, 1, 1]
 
 
 def test_a_level_that_a_block_cannot_have_is_no_cell() -> None:
@@ -252,7 +273,7 @@ def test_every_candidate_is_a_recipe_that_can_be_run(micro_batch: int, batch: in
 
 
 def test_the_largest_that_fits_does_and_the_next_does_not() -> None:
-    looked_at = [costs(1), costs(8), costs(512)]
+    looked_at = {size: costs(size) for size in (8, 1, 512)}
     outlook = Outlook(
         now=Candidate(micro_batch=8, batch=64, lanes=8),
         modes={"none": dict.fromkeys(names(costs(1)), "keep"), "auto": "auto"},

@@ -27,7 +27,12 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in place": lambda x, y: [x.add_(1), x.t().mul_(2), y.copy_(x), x.clamp_(0, 1), x[1].zero_()],
     "one tensor or two": twice,
     "several": lambda x, y: [x.max(0), torch.var_mean(x, 1), x.sort(), F.layer_norm(x, (6,)), x.topk(2)],
-    "changed shapes": lambda x, y: [x.clone().resize_(2, 2), x.clone().t_(), x.clone().unsqueeze_(0), x.set_(y)],
+    "changed shapes": lambda x, y: [
+        x.clone().resize_(2, 2),
+        x.clone().t_(),
+        x.clone().unsqueeze_(0),
+        x.set_(y.untyped_storage()),
+    ],
     "strides": lambda x, y: [x.t().clone(), x.t().contiguous(), torch.empty_like(x.t()), x.t() + 1, x.t() + x.t()],
     "indices": lambda x, y: [x[[0, 1]], x.index_select(0, torch.tensor([1])), x.gather(0, torch.tensor([[1]]))],
     "convolution": lambda x, y: F.conv1d(x[None], y[:, None, :3], groups=4, padding=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -174,6 +175,9 @@ def shapes_only(*models: nn.Module) -> Iterator[None]:
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedOperatorException,
     )
+    log = logging.getLogger(fake_tensor.__name__)  # a failed operator is an error already
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
     try:
         with Fakes(), ExitStack() as stack:
             for model in models:
@@ -186,6 +190,8 @@ def shapes_only(*models: nn.Module) -> Iterator[None]:
             needed="operators whose result's shape follows from the shapes",
             fix="Leave it out of the loss (.item(), .tolist(), a mask that selects), or measure on real tensors",
         ) from error
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def profile(
     set_levels: SetLevels,
     *,
     rates: Rates = GPU,
+    done: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Simulates the step with all blocks at each level, and gives what each block costs. Not collective.
 
@@ -101,6 +102,7 @@ def profile(
         set_levels: called as ``set_levels(model, levels)``: lets the named blocks recompute from now on, all others
             keep; `paceline.memory.recompute.set_levels`.
         rates: of the device that times are estimated for.
+        done: called after each level.
 
     Raises:
         UsageError: a name that is not a block's path; or as `paceline.memory.simulate.simulate`.
@@ -119,9 +121,10 @@ def profile(
         for level in get_args(Level):
             try:
                 traces[level] = _simulated(step, model, blocks, set_levels, dict.fromkeys(blocks, level))
-            except UsageError:
-                if level != "selective":  # blocks that change in place what it keeps can have the others
+            except Exception:
+                if level != "selective":  # blocks can have the others, such as those that change in place what it keeps
                     raise
+            done()
     kept = traces["keep"]
     sums = {level: _Sums.of(level, traces) for level in traces}
     called = [segment.name for segment in kept.segments[1:]]
@@ -154,6 +157,10 @@ def profile(
             )
         costs.append(BlockCost(name=name, options=tuple(options)))
     loss = max(its.loss for its in sums.values())
+    if any(trace.backward_within for trace in traces.values()):
+        # In a mix it may find more in place than at any one level: what one block computes again, beside others' own.
+        spans = zip(*(its.held[1:] for its in sums.values()), strict=True)
+        loss += max((max(held) - min(held) for held in spans), default=0)
     return Profile(
         blocks=tuple(costs),
         fixed=max(its.held[0] for its in sums.values()),
@@ -249,7 +256,7 @@ class _Sums:
                     if level != "keep":
                         held[went] += inputs
                         most[went] += inputs
-                held[came] -= gone
+                held[came] = max(0, held[came] - gone)
                 for place in range(came + 1, went + 1):
                     through[place] += gone
         for place, segment in enumerate(segments):

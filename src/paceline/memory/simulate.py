@@ -87,6 +87,7 @@ class Trace:
         loss: most bytes alive from the end of the last block's forward until its backward, on top of what was alive
             then. All there is, if no block ran.
         peak: the most alive at any time.
+        backward_within: the forward ran a backward of its own, as for a penalty on gradients.
         left: still alive at the end: the loss, and gradients that were not there before.
         work: of all.
         small: the part, 0 to 1, of what was alive when the last block's forward had ended that was in tensors below
@@ -100,6 +101,7 @@ class Trace:
     small: float
     loss_small: int
     loss_large: int
+    backward_within: bool
     left: int
     work: Work
 
@@ -156,6 +158,7 @@ class _Recorder(LiveBytes):
         """And when the last one's ended."""
         self.small_after = self.loss_small = 0
         """Bytes in small tensors then, and the most since, until backward came to it."""
+        self.backward_within = False
         self.end: int | None = None
         """And when the whole forward had ended."""
 
@@ -226,6 +229,7 @@ class _Recorder(LiveBytes):
             small=self.small_after / self.after[last] if self.after[last] else 1.0,
             loss_small=self.loss_small - self.small_after,
             loss_large=max(0, self.most_large - (self.after[last] - self.small_after)),
+            backward_within=self.backward_within,
             left=self.current,
             work=Work(flops=sum(self.flops.values()), moved=sum(self.moved.values())),
         )
@@ -255,7 +259,10 @@ class _Recorder(LiveBytes):
 
     def begins(self, func: Any) -> None:
         """Finds the phase."""
-        if self.end is None or not _in_backward():
+        if not _in_backward():
+            return
+        if self.end is None:
+            self.backward_within = True
             return
         node = torch._C._current_autograd_node()
         made = self.end if node is None else node._sequence_nr()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.errors import EXIT_DONE, EXIT_FAILED, PacelineError
+from paceline.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
 from paceline.parsing import Settings
 from paceline.planning.budget import Budget
 from paceline.planning.candidates import Candidate
@@ -15,6 +15,7 @@ from paceline.planning.outlook import Outlook
 from paceline.planning.sheet import dominant, lines, told_moment
 from paceline.planning.state import footprint, process_bytes
 from paceline.planning.table import show_grid, show_lines, told_levels
+from paceline.planning.waiting import waiting
 from paceline.sizes import show_size
 
 __all__ = ["plan", "what_fits"]
@@ -37,7 +38,13 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
     """
     outlook, looked = _look(settings, workers, budget, process_bytes(settings.recipe))
     now = outlook.cell(outlook.now, outlook.own_mode)
-    assert now is not None, "a way to recompute that the model does not know was refused before"
+    if now is None:
+        raise ConfigError(
+            f"cannot plan recompute {outlook.own_mode}",
+            found=f"blocks of {looked.model} that cannot do that",
+            needed="blocks that change nothing in place, are differentiated once, and are not compiled",
+            fix="Use recompute: all, or none",
+        )
     there, costs = outlook.there(outlook.now), outlook.costs(outlook.now)
     sheet = lines(there, costs, now, _notes(settings, workers, looked))
 
@@ -72,7 +79,14 @@ def _look(settings: Settings, workers: int, budget: Budget, process: int) -> tup
     def outlook_of(looked: Looked) -> Outlook:
         return _outlook(settings, own_mode, workers, budget, process, looked)
 
-    looked = look(settings, own_mode=own_mode, most=most, further=lambda looked: outlook_of(looked).worth_a_look())
+    with waiting("paceline plan: steps on shapes") as tell:
+        looked = look(
+            settings,
+            own_mode=own_mode,
+            most=most,
+            further=lambda looked: outlook_of(looked).worth_a_look(),
+            tell=tell,
+        )
     return outlook_of(looked), looked
 
 
@@ -80,7 +94,7 @@ def _outlook(settings: Settings, own_mode: str, workers: int, budget: Budget, pr
     recipe, execution = settings.recipe, settings.execution
     return Outlook(
         now=Candidate(micro_batch=recipe.micro_batch, batch=recipe.batch, lanes=recipe.lanes),
-        modes={**looked.modes, "auto": "auto"} if looked.costs[0].blocks else looked.modes,
+        modes={**looked.modes, "auto": "auto"} if looked.blocks else looked.modes,
         own_mode=own_mode,
         workers=workers,
         budget=budget.size,
@@ -104,7 +118,7 @@ def _headline(settings: Settings, workers: int, budget: Budget, looked: Looked) 
         counted += f" ({state.trained:,} trained)"
     who = f"{workers} worker{'s' if workers > 1 else ''} on {recipe.device}"
     where = settings.config_path or "the demo"
-    text = f"{where}: {looked.model}, {counted}, {len(looked.costs[0].blocks)} blocks; {who}\n"
+    text = f"{where}: {looked.model}, {counted}, {looked.blocks} blocks; {who}\n"
     return f"{text}budget: {show_size(budget.size)} a worker, {budget.source}"
 
 
@@ -163,7 +177,8 @@ def _largest(outlook: Outlook) -> Iterator[str]:
 def _told(outlook: Outlook, choice: Candidate | None, mode: str) -> str:
     if choice is None:
         return "none fits"
-    or_more = " or more" if choice == outlook.choices[-1] else ""
+    is_last = choice == outlook.choices[-1]
+    or_more = " or more (looked no further: plan a larger recipe.micro_batch)" if is_last else ""
     changes = [f"recipe.lanes {choice.lanes}"] if choice.lanes != outlook.now.lanes else []
     changes += [f"recipe.batch {choice.batch}"] if choice.batch != outlook.now.batch else []
     text = f"{choice.micro_batch}{or_more}" + (f" (with {' and '.join(changes)})" if changes else "")

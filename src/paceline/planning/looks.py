@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -16,11 +16,13 @@ from paceline.determinism import autocast
 from paceline.errors import ConfigError, DataError, UsageError
 from paceline.memory.blocks import find_blocks, named_modules
 from paceline.memory.plan import BlockCost, Level
-from paceline.memory.profile import CPU, GPU, profile
+from paceline.memory.profile import CPU, GPU, Profile, profile
 from paceline.memory.recompute import levels_of, set_levels
 from paceline.parsing import Settings
-from paceline.planning.grid import Costs
 from paceline.planning.state import State, build, state_of, storage_bytes
+from paceline.planning.told import loss_of, told
+from paceline.planning.waiting import Tell
+from paceline.sizes import show_size
 from paceline.tasks import Task
 
 __all__ = ["Further", "Looked", "blocks_of", "look"]
@@ -37,16 +39,18 @@ class Looked:
     Args:
         model: its class.
         modes: the levels of each way to recompute that is named, the run's own among them unless it is ``auto``.
-        costs: of micro-batches of a few sizes, ascending, the run's among them.
+        costs: of micro-batches of a few sizes, the run's among them.
         sample_bytes: of one sample.
+        blocks: how many may recompute.
         remarks: what else to know of these figures.
     """
 
     model: str
     state: State
     modes: Mapping[str, Mapping[str, Level]]
-    costs: tuple[Costs, ...]
+    costs: Mapping[int, Profile]
     sample_bytes: int
+    blocks: int
     remarks: tuple[str, ...]
 
 
@@ -54,34 +58,59 @@ Further = Callable[["Looked"], tuple[bool, bool]]
 """Says whether smaller and whether larger micro-batches are worth a look, once the run's own is known."""
 
 
-def look(settings: Settings, *, own_mode: str, most: int, further: Further) -> Looked:
+def look(settings: Settings, *, own_mode: str, most: int, further: Further, tell: Tell) -> Looked:
     """Builds the model and runs a forward and backward for each level and size.
 
     Args:
         own_mode: what the run's way to recompute is called.
         most: the largest micro-batch to look at; less is where samples are huge.
         further: called once.
+        tell: of the forwards and backwards so far, and of all.
 
     Raises:
-        PacelineError: what the task raises.
+        ConfigError: a mistake in the task, of whatever kind.
+        DataError: as the task says.
     """
-    task, now = settings.task.make(), settings.recipe.micro_batch
-    task.chunk_loss(settings.recipe.loss_chunks)
-    sample_bytes = max(1, storage_bytes(task.example(1)))
-    sizes = {1, now, max(now, min(most, _MOST_EXAMPLE // sample_bytes))}
-    batches = {size: task.example(size) for size in sizes}
+    name, now = settings.task.class_path.rpartition(".")[2], settings.recipe.micro_batch
+    with told(name):
+        task = settings.task.make()
+        task.chunk_loss(settings.recipe.loss_chunks)
+        sample_bytes = max(1, storage_bytes(_example(task, 1)))
+        if sample_bytes * now > psutil.virtual_memory().available:
+            raise ConfigError(
+                f"cannot make a micro-batch of {name}",
+                found=f"{now} samples of {show_size(sample_bytes)}",
+                needed="what this machine has room for",
+                fix="Use a smaller recipe.micro_batch, or shorter samples",
+            )
+        sizes = {1, now, max(now, min(most, _MOST_EXAMPLE // sample_bytes))}
+        batches = {size: _example(task, size) for size in sizes}
     try:
-        return _looked(task, settings, batches, own_mode, further, real=False)
+        return _looked(task, settings, batches, own_mode, further, tell, real=False)
     except (ConfigError, DataError):
         raise
     except Exception as error:  # a user's own loss may do anything, such as look at its value
+        first = error
+    with told(name):
         if not _has_room(task):
-            raise
-        why = error.found if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-    few = {size: batch for size, batch in batches.items() if size <= now}
-    looked = _looked(task, settings, few, own_mode, further, real=True)
+            raise first
+        few = {size: batch for size, batch in batches.items() if size <= now}
+        looked = _looked(task, settings, few, own_mode, further, tell, real=True)
+    why = first.found if isinstance(first, UsageError) else f"{type(first).__name__}: {first}"
     remark = f"Measured on real tensors, up to this micro_batch: the loss cannot run on shapes alone ({why})."
     return replace(looked, remarks=(*looked.remarks, remark))
+
+
+def _example(task: Task, samples: int) -> Any:
+    batch = task.example(samples)
+    if batch is None:
+        raise ConfigError(
+            f"cannot make a micro-batch of {type(task).__name__}",
+            found="None from collate",
+            needed="what its loss takes",
+            fix="Return the batch",
+        )
+    return batch
 
 
 def _has_room(task: Task) -> bool:
@@ -104,31 +133,50 @@ def blocks_of(model: nn.Module, execution: Execution) -> dict[str, nn.Module]:
 
 
 def _looked(
-    task: Task, settings: Settings, batches: Mapping[int, Any], own_mode: str, further: Further, *, real: bool
+    task: Task,
+    settings: Settings,
+    batches: Mapping[int, Any],
+    own_mode: str,
+    further: Further,
+    tell: Tell,
+    *,
+    real: bool,
 ) -> Looked:
     recipe, execution = settings.recipe, settings.execution
     now = recipe.micro_batch
     with build(task, real=real) as (model, why):
         blocks = blocks_of(model, execution)
         modes = _modes(model, execution, own_mode)
-        costs = {now: _costs(task, model, recipe, blocks, now, batches[now])}
+        levels, steps = len(get_args(Level)), 0
+
+        def costs_of(size: int, ahead: int) -> Profile:
+            def done() -> None:
+                nonlocal steps
+                steps += 1
+                tell(steps, levels * (len(costs) + ahead))
+
+            return _costs(task, model, recipe, blocks, batches[size], done)
+
+        costs: dict[int, Profile] = {}
+        costs[now] = costs_of(now, 1)
         state = state_of(model, recipe, execution)
         looked = Looked(
             model=type(model).__name__,
             state=state,
             modes=modes,
-            costs=(costs[now],),
+            costs=dict(costs),
             sample_bytes=max(1, storage_bytes(batches[now]) // now),
+            blocks=len(blocks),
             remarks=tuple(_remarks(why, state, recipe)),
         )
         wanted = [size for size, worth in zip((1, max(batches)), further(looked), strict=True) if worth and size != now]
-        for size in wanted:
+        for at, size in enumerate(wanted):
             try:
-                costs[size] = _costs(task, model, recipe, blocks, size, batches[size])
+                costs[size] = costs_of(size, len(wanted) - at)
             except Exception:  # such as BatchNorm's, of a single sample: then nothing is known of smaller ones
                 if size > now:
                     raise
-    return replace(looked, costs=tuple(costs[size] for size in sorted(costs)))
+    return replace(looked, costs=costs)
 
 
 def _remarks(why: str | None, state: State, recipe: Recipe) -> Iterator[str]:
@@ -141,22 +189,25 @@ def _remarks(why: str | None, state: State, recipe: Recipe) -> Iterator[str]:
 
 
 def _costs(
-    task: Task, model: nn.Module, recipe: Recipe, blocks: Mapping[str, nn.Module], size: int, batch: Any
-) -> Costs:
-    """Inside `shapes_only` the batch becomes one of shapes too."""
+    task: Task,
+    model: nn.Module,
+    recipe: Recipe,
+    blocks: Mapping[str, nn.Module],
+    batch: Any,
+    done: Callable[[], None],
+) -> Profile:
+    """Inside `shapes_only` the batch becomes one of shapes too. A GPU's step is counted with a CPU's kernels: without a
+    GPU torch runs no backward of CUDA tensors, not of shapes either."""
     held = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor).copy_(tensor), batch)
 
     def step() -> Tensor:
         with autocast(recipe.precision, torch.device("cpu")):
-            return task.loss(model, held)[0]
+            return loss_of(task, model, held)
 
-    found = profile(step, model, blocks, set_levels, rates=GPU if recipe.device == "cuda" else CPU)
-    return Costs(
-        micro_batch=size,
-        fixed=found.fixed,
+    found = profile(step, model, blocks, set_levels, rates=GPU if recipe.device == "cuda" else CPU, done=done)
+    return replace(
+        found,
         blocks=tuple(_available(block, recipe) for block in found.blocks),
-        loss=found.loss,
-        seconds=found.seconds,
         heap=found.heap if recipe.device == "cpu" else None,
     )
 

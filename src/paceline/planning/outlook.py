@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paceline.memory.footprint import Footprint
+from paceline.memory.profile import Profile
 from paceline.planning.candidates import Candidate, candidates, shown
-from paceline.planning.grid import Cell, Costs, Mode, between, cell
+from paceline.planning.footprint import Footprint
+from paceline.planning.grid import Cell, Mode, between, cell
 
 __all__ = ["Outlook"]
 
@@ -21,7 +22,7 @@ class Outlook:
         now: the recipe's sizes.
         modes: ways to recompute, by name; ``own_mode``: the run's own.
         workers: of the run; ``budget``: bytes for each.
-        looked_at: costs of a few micro-batches, ascending.
+        looked_at: costs of a few micro-batches.
         there: the footprint of a worker for other sizes.
     """
 
@@ -30,16 +31,16 @@ class Outlook:
     own_mode: str
     workers: int
     budget: int
-    looked_at: Sequence[Costs]
+    looked_at: Mapping[int, Profile]
     there: Callable[[Candidate], Footprint]
 
     @cached_property
     def choices(self) -> list[Candidate]:
         """Every micro-batch that was thought of, ascending."""
-        least, most = self.looked_at[0].micro_batch, self.looked_at[-1].micro_batch
+        least, most = min(self.looked_at), max(self.looked_at)
         return [each for each in candidates(self.now, workers=self.workers, most=most) if each.micro_batch >= least]
 
-    def costs(self, choice: Candidate) -> Costs:
+    def costs(self, choice: Candidate) -> Profile:
         """Of a forward and backward."""
         return between(self.looked_at, choice.micro_batch)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.memory.footprint import Footprint
 from paceline.memory.plan import BlockCost, Level
-from paceline.planning.grid import Cell, Costs
+from paceline.memory.profile import Profile
+from paceline.planning.footprint import Footprint
+from paceline.planning.grid import Cell
 
 __all__ = ["Line", "dominant", "lines", "told_moment", "worst"]
 
@@ -22,7 +23,7 @@ class Line:
     counted: bool = True
 
 
-def lines(there: Footprint, costs: Costs, cell: Cell, notes: Mapping[str, str]) -> list[Line]:
+def lines(there: Footprint, costs: Profile, cell: Cell, notes: Mapping[str, str]) -> list[Line]:
     """Every line that is not empty; those that are counted add up to the cell's peak.
 
     Args:
@@ -50,7 +51,7 @@ def lines(there: Footprint, costs: Costs, cell: Cell, notes: Mapping[str, str]) 
     ]
 
 
-def _activations(costs: Costs, cell: Cell, *, counted: bool) -> Iterator[Line]:
+def _activations(costs: Profile, cell: Cell, *, counted: bool) -> Iterator[Line]:
     block, held = worst(costs.blocks, cell.levels, costs.loss)
     count = len(costs.blocks)
     yield Line(what="before the blocks", size=costs.fixed, counted=counted)
@@ -79,7 +80,7 @@ def worst(blocks: Sequence[BlockCost], levels: Mapping[str, Level], loss: int) -
     return (None, held) if held + loss >= most else at
 
 
-def told_moment(costs: Costs, cell: Cell) -> str:
+def told_moment(costs: Profile, cell: Cell) -> str:
     """When the most is held, in words."""
     if cell.moment == "update":
         return "while the optimizer steps"

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.config import Execution, Recipe
 from paceline.determinism import configure_process, flatten_state
-from paceline.memory.footprint import Footprint, gradient_sets, inbox_elements
 from paceline.memory.gaps import SMALL, state_gaps
 from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only
 from paceline.optim import build_optimizer
+from paceline.planning.footprint import Footprint, gradient_sets, inbox_elements
 from paceline.reduction.buckets import assign
 from paceline.reduction.exchange import GRAIN
 from paceline.tasks import Task
