@@ -62,7 +62,9 @@ class Builtins(Objects):
             return Value("unknown", frozenset({"cores"}))
         if name in _LISTING:
             return Value("list", labels | {"listing", "some"}, items=[Value("path", labels | {"listing"})])
-        if short in ("operator.not_",) or first is None:
+        if short == "dict" and not arguments:
+            return Value("dict", frozenset({"open"}) if "**" in keywords else frozenset(), fields=dict(keywords))
+        if first is None:
             return self._without_arguments(short)
         if short in _FOLDED and short != "len" and not keywords:
             known = combined(_FOLDED[short], *(a.known for a in arguments))
@@ -76,8 +78,6 @@ class Builtins(Objects):
         match name:
             case "list" | "tuple":
                 return Value("list", items=[], length=Known((0,)))
-            case "dict" | "collections.OrderedDict" | "types.SimpleNamespace":
-                return None
             case "set":
                 return Value("set", items=[], length=Known((0,)))
         return None
@@ -85,8 +85,9 @@ class Builtins(Objects):
     def _call_len(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value = arguments[0].of_kind("loader", "dataset", "sampler", "list", "tensor") or arguments[0]
         if isinstance(value.code, Class) and (method := method_of(value, "__len__")) is not None:
-            value = self.call(bound(method, value), [], {}, node)
-            return Value("scalar" if value.known else "unknown", value.labels | {"size"}, known=value.known)
+            size = self.call(bound(method, value), [], {}, node)
+            own = frozenset({"size", f"count-of-{value.kind}"})
+            return Value("scalar" if size.known else "unknown", size.labels | own, known=size.known)
         if value.kind == "scalar":
             known = combined(_FOLDED["len"], value.known)
             return Value("scalar" if known else "unknown", value.labels, known=known)

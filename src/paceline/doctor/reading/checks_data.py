@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from paceline.doctor.findings import Finding
 from paceline.doctor.reading.evidence import (
     found,
-    loaders_in,
     local,
     modules_in,
     samplers_of,
     synchronising,
     trained_loaders,
 )
+from paceline.doctor.reading.objects import loaders_in
 from paceline.doctor.reading.trace import Event, Trace
 from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value
 

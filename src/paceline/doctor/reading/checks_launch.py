@@ -31,11 +31,21 @@ def _index(device: Value) -> Value | None | str:
     return device if device.labels & {"rank", "modulo-devices"} and device.kind != "tensor" else ""
 
 
+def _named(device: Value | None) -> Iterator[Value]:
+    """What a device may be, one by one: ``torch.device("cuda" if available else "cpu")`` is either."""
+    for option in device.each() if device is not None else ():
+        kind = option.fields.get("type") if option.kind == "device" else None
+        for held in kind.each() if kind is not None and kind.options else ():
+            yield Value("device", option.labels, fields={**option.fields, "type": held})
+        if kind is None or not kind.options:
+            yield option
+
+
 def _devices(trace: Trace) -> Iterator[tuple[Event, Value]]:
     """Wherever a device is named."""
     for event in trace.of("set_device", "cuda", "place"):
         device = event.argument("device")
-        for option in device.each() if device is not None else ():
+        for option in _named(device):
             yield event, option
     for event in trace.of("wrap"):
         for part in (event.arguments.get("device_ids", Value()).items or [])[:1]:
@@ -49,7 +59,7 @@ def cuda_device_not_set(trace: Trace) -> Iterator[Finding]:
         if event.subject.of_kind("module", "ddp") is None:
             continue
         device = event.argument("device")
-        options = list(device.each()) if device is not None else []
+        options = list(_named(device))
         bare = event.role == "cuda" and device is None
         cuda = [option for option in options if _index(option) != ""]
         first = [o for o in cuda if (index := _index(o)) is None or (isinstance(index, Value) and not index.labels)]

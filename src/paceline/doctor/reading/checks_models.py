@@ -175,6 +175,10 @@ def _frozen(trace: Trace, module: Value, wrap: Event) -> bool:
 def _unread(trace: Trace, wrap: Event) -> Iterator[tuple[Value, str, bool]]:
     """Of the script's own modules in a wrapped model: fields with parameters that a forward never, or not always,
     looks at."""
+    called: dict[int, bool] = {}
+    for event, outer in _inside(trace, wrap):
+        always = len(event.under) <= len(outer.under)
+        called[id(event.subject)] = called.get(id(event.subject), False) or always
     for module in list(modules_in(_inner(wrap)))[:200]:
         if module.kind != "module" or (not module.code and "some" not in module.labels and module.name != "torch.nn.ModuleList"):
             continue
@@ -187,7 +191,8 @@ def _unread(trace: Trace, wrap: Event) -> Iterator[tuple[Value, str, bool]]:
                 continue
             if any(_frozen(trace, part, wrap) for part in parts):
                 continue
-            if not reads.get(name, False):
+            calls = [called[id(part)] for part in parts if id(part) in called]
+            if not (reads.get(name, False) and (not calls or any(calls))):
                 yield module, name, name in reads
 
 

@@ -261,7 +261,7 @@ class Effects(Builtins):
             length = value.length if where == 0 or (name == "numel" and of == "tensor") else None
             own = frozenset({"size"}) if length is not None and length.only is not UNKNOWN else labels & {"rank"} | {"size"}
             return Value("scalar" if length and name == "size" else "unknown", own, known=length if name == "size" else None)
-        if name.endswith("_") and not name.startswith("_") and of in ("tensor", "grad", "parameter", "unknown"):
+        if name.endswith("_") and not name.startswith("_") and of in ("tensor", "grad", "parameter", "buffer", "unknown"):
             value.labels |= (labels | self.implied()) - {"graph"}
             return value
         if name in ("item", "tolist"):
@@ -315,6 +315,8 @@ class Effects(Builtins):
 
 def agreed(value: Value, labels: set[str]) -> None:
     """It is the same on all ranks from now on."""
+    if value is NONE:
+        return
     value.labels = (value.labels - VARYING - {"shard"}) | labels
     if value.known is not None:
         value.known, value.kind = None, "unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.doctor.findings import Confidence, Finding
+from paceline.doctor.reading.objects import loaders_in
 from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
 from paceline.doctor.reading.values import Value
 from paceline.doctor.rules import Severity
@@ -13,7 +14,6 @@ __all__ = [
     "Step",
     "found",
     "innermost",
-    "loaders_in",
     "local",
     "modules_in",
     "samplers_of",
@@ -70,18 +70,6 @@ def modules_in(value: Value | None, depth: int = 12) -> Iterator[Value]:
         if option.items is not None:
             for item in option.items:
                 yield from modules_in(item, depth - 1)
-
-
-def loaders_in(over: Value) -> Iterator[Value]:
-    """The loaders that a loop goes through: itself, or what is counted or zipped."""
-    for option in over.each():
-        if option.kind == "loader":
-            yield option
-        elif option.kind == "enumerate":
-            yield from loaders_in(option.fields["of"])
-        elif option.kind == "zip":
-            for part in option.items or []:
-                yield from loaders_in(part)
 
 
 def samplers_of(value: Value | None) -> Iterator[Value]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from paceline.doctor.reading.knowledge import canonical
 from paceline.doctor.reading.machine import Function, Machine, Scope
-from paceline.doctor.reading.trace import Loop
+from paceline.doctor.reading.trace import Condition, Loop
 from paceline.doctor.reading.values import (
     NONE,
     RANKS,
@@ -91,7 +91,7 @@ class Expressions(Machine):
     # --- names and attributes
 
     def _constant(self, node: ast.Constant) -> Value:
-        return NONE if node.value is None else constant(node.value)
+        return constant(node.value)
 
     def _name(self, node: ast.Name) -> Value:
         if (value := self.frame.scope.find(node.id)) is not None:
@@ -174,11 +174,16 @@ class Expressions(Machine):
     def _boolop(self, node: ast.BoolOp) -> Value:
         """All operands are looked at, as far as the first ones leave it open."""
         is_and = isinstance(node.op, ast.And)
-        values = []
+        values: list[Value] = []
+        level: list[Condition] = []
+        self.levels.append(level)
         for part in node.values:
             values.append(self.evaluate(part))
-            if values[-1].decided() is (not is_and):
+            if (decided := values[-1].decided()) is (not is_and):
                 break
+            if decided is None:
+                level.append(Condition(values[-1], is_and, node.lineno))
+        self.levels.pop()
         if len(values) == 1 or (values[-1].decided() is (not is_and) and all(v.decided() is not None for v in values)):
             return values[-1]
         open_ = [value for value in values if value.decided() is not is_and]
@@ -397,7 +402,15 @@ class Expressions(Machine):
         return Value()
 
     def _yieldfrom(self, node: ast.YieldFrom) -> Value:
-        self.frame.yielded.append(self.element(self.evaluate(node.value), node))
+        over = self.evaluate(node.value)
+        loop = Loop(self.number(), node.lineno, over, count=_count(over))
+        for loader in self.loaders(over):
+            self.event("iterate", node, subject=loader)
+        with self.looping(loop):
+            value = self.element(over, node)
+            self.frame.yielded.append(value)
+            if self.frame.on_yield is not None:
+                self.frame.on_yield(value)
         return Value()
 
 

@@ -127,6 +127,9 @@ class Machine(ABC):
     def elements(self, value: Value, loop: Loop, node: ast.AST) -> list[Value]: ...
 
     @abstractmethod
+    def loaders(self, over: Value) -> list[Value]: ...
+
+    @abstractmethod
     def element(self, value: Value, node: ast.AST) -> Value: ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 from paceline.doctor.reading.expressions import LAUNCHED, Expressions
@@ -24,7 +24,7 @@ from paceline.doctor.reading.values import (
     labels_of,
 )
 
-__all__ = ["Objects", "bound", "method_of", "submodules"]
+__all__ = ["Objects", "bound", "loaders_in", "method_of", "submodules"]
 
 _TENSOR_ATTRIBUTES: Final = frozenset("T mT H real imag".split())
 _SIZES: Final = frozenset("shape ndim dtype device itemsize nbytes requires_grad is_cuda".split())
@@ -179,9 +179,9 @@ class Objects(Expressions):
             return [joined([element for option in value.each() for element in self.elements(option, loop, node)[:1]])]
         match value.kind:
             case "range":
-                return [self._counter(loop, value.items or [], value.labels)]
+                return [self.counter(loop, value.items or [], value.labels)]
             case "enumerate":
-                counter = self._counter(loop, [constant(0)], frozenset())
+                counter = self.counter(loop, [constant(0)], frozenset())
                 inner = self.elements(value.fields["of"], loop, node)
                 return [Value("tuple", items=[counter, element]) for element in inner[:1]]
             case "zip":
@@ -193,7 +193,7 @@ class Objects(Expressions):
                 return list(value.items)
         return [self.element(value, node)]
 
-    def _counter(self, loop: Loop, bounds: list[Value], labels: frozenset[str]) -> Value:
+    def counter(self, loop: Loop, bounds: list[Value], labels: frozenset[str]) -> Value:
         """A loop's index: counts from its start, over and over."""
         known = [bound.known for bound in bounds]
         start = known[0].only if len(known) > 1 and known[0] else 0
@@ -242,6 +242,9 @@ class Objects(Expressions):
             return self.element(made, node) if made is not value else Value(labels=labels_of((value,)))
         kind = value.kind if value.kind in ("tensor", "batch") else "unknown"
         return Value(kind, labels_of((value,)) - {"open", "some"})
+
+    def loaders(self, over: Value) -> list[Value]:
+        return list(loaders_in(over))
 
     def batch(self, loader: Value, node: ast.AST) -> Value:
         raise NotImplementedError
@@ -359,6 +362,13 @@ def submodules(value: Value, depth: int = 6) -> list[Value]:
     return found
 
 
-def batches(length: Known | None, size: Known | None, drop_last: bool) -> Known | None:
-    """How many batches a loader gives."""
-    return combined(lambda n, b: n // b if drop_last else math.ceil(n / b), length, size)
+def loaders_in(over: Value) -> Iterator[Value]:
+    """The loaders that a loop goes through: itself, or what is counted or zipped."""
+    for option in over.each():
+        if option.kind == "loader":
+            yield option
+        elif option.kind == "enumerate":
+            yield from loaders_in(option.fields["of"])
+        elif option.kind == "zip":
+            for part in option.items or []:
+                yield from loaders_in(part)

@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.doctor.reading.calls import Calls
 from paceline.doctor.reading.machine import Class, Flow, Frame, Function, Scope
-from paceline.doctor.reading.objects import bound, method_of
+from paceline.doctor.reading.objects import bound, loaders_in, method_of
 from paceline.doctor.reading.program import Module
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import NONE, UNKNOWN, Value, constant, labels_of
@@ -257,7 +257,7 @@ class Reader(Calls):
 
     def _do_for(self, node: ast.For | ast.AsyncFor) -> Flow:
         over = self.evaluate(node.iter)
-        for loader in _loaders(over):
+        for loader in loaders_in(over):
             self.event("iterate", node, subject=loader)
         count = Value("scalar", over.labels, known=over.length) if over.length is not None else None
         if count is None and over.kind == "range":
@@ -266,6 +266,8 @@ class Reader(Calls):
 
         def once() -> Flow:
             flow: Flow = None
+            if (lazy := _lazy(over)) is not None:
+                return self._driven(lazy, over.kind == "enumerate", node)
             for element in self.elements(over, loop, node):
                 self.assign(node.target, element)
                 flow = self.execute(node.body)
@@ -278,6 +280,24 @@ class Reader(Calls):
         return flow
 
     _do_asyncfor = _do_for
+
+    def _driven(self, lazy: Value, counted: bool, node: ast.For | ast.AsyncFor) -> Flow:
+        """Goes through a generator of the script: the loop's body runs where that yields."""
+        outer = self.frame
+
+        def body(given: Value) -> None:
+            self.frames.append(outer)
+            try:
+                counter = self.counter(self.loops[-1], [constant(0)], frozenset())
+                self.assign(node.target, Value("tuple", items=[counter, given]) if counted else given)
+                self.execute(node.body)
+            finally:
+                self.frames.pop()
+
+        code, scope = lazy.code
+        if sum(frame.code is code.node for frame in self.frames) < 2:
+            self._run(code, Scope(dict(scope.names), scope.module, scope.parent), body)
+        return None
 
     def _do_while(self, node: ast.While) -> Flow:
         test = self.evaluate(node.test)
@@ -480,17 +500,10 @@ class Reader(Calls):
             self.frames, self.loops, self.within = outer
 
 
-def _loaders(over: Value) -> list[Value]:
-    """The loaders that a loop goes through: itself, or what is counted or zipped."""
-    found = []
-    for option in over.each():
-        if option.kind == "loader":
-            found.append(option)
-        elif option.kind == "enumerate":
-            found += _loaders(option.fields["of"])
-        elif option.kind == "zip":
-            found += [loader for part in option.items or [] for loader in _loaders(part)]
-    return found
+def _lazy(over: Value) -> Value | None:
+    """The script's own generator that a loop goes through."""
+    inner = over.fields["of"] if over.kind == "enumerate" else over
+    return inner if inner.kind == "lazy" and isinstance(inner.code, tuple) else None
 
 
 def _yields(node: ast.AST) -> bool:

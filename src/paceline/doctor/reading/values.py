@@ -221,7 +221,8 @@ def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
     if first.known is not None and all(option.known == first.known for option in options):
         return Value("scalar", labels_of(options), known=first.known)
     all_labels = labels_of(options) | extra
-    if any(option.kind in _OBJECTS for option in options):
+    texts = all(isinstance(option.only, str) for option in options)
+    if texts or any(option.kind in _OBJECTS for option in options):
         return Value("either", all_labels, options=tuple(options[:6]))
     kinds = {option.kind for option in options if not option.is_none}
     kind = kinds.pop() if len(kinds) == 1 else "unknown"

@@ -1,0 +1,1356 @@
+"""The static pass finds each mistake in styles of its own: functions, classes, other names, helpers, two arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.doctor.reading import read
+from paceline.doctor.rules import RULES
+
+HEAD = """
+import os, random, time, argparse, contextlib
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.distributed as dist
+import torch.utils.data as tud
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, width), nn.ReLU())
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+class Pictures(tud.Dataset):
+    def __init__(self, files):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return torch.zeros(4), 0
+
+def start():
+    dist.init_process_group(backend="nccl")
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    return dist.get_rank(), local, dist.get_world_size()
+
+def stop():
+    dist.destroy_process_group()
+"""
+
+TRAINER = """
+class Trainer:
+    def __init__(self, accumulate=1):
+        self.rank, self.local, self.world = start()
+        self.net = Net().to(self.local)
+        self.model = DistributedDataParallel(self.net, device_ids=[self.local])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3 * self.world)
+        self.criterion = nn.CrossEntropyLoss()
+        self.data = Pictures(sorted(os.listdir("train")))
+        self.sampler = DistributedSampler(self.data)
+        self.loader = tud.DataLoader(self.data, batch_size=32 // self.world, sampler=self.sampler)
+        self.accumulate = accumulate
+
+    def is_main(self):
+        return self.rank == 0
+
+    def batches(self, epoch):
+        self.sampler.set_epoch(epoch)
+        for images, labels in self.loader:
+            yield images.to(self.local), labels.to(self.local)
+
+    def run(self, epochs):
+        for epoch in range(epochs):
+            for step, (images, labels) in enumerate(self.batches(epoch)):
+                self.step(step, images, labels)
+            self.done(epoch)
+        stop()
+
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def done(self, epoch):
+        pass
+"""
+
+MAIN = """
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    Job().run(parser.parse_args().epochs)
+"""
+
+
+def job(methods: str) -> str:
+    """A trainer of which some methods are other ones."""
+    return HEAD + TRAINER + "\nclass Job(Trainer):\n" + methods + MAIN
+
+
+def script(body: str) -> str:
+    return HEAD + body
+
+
+LOOP = """
+def train(model, loader, optimizer, sampler, epochs, device):
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+"""
+
+WRONG: dict[str, dict[str, str]] = {
+    "missing-set-epoch": {
+        "loader from a function": script("""
+def data(files):
+    dataset = Pictures(files)
+    order = DistributedSampler(dataset, shuffle=True)
+    return tud.DataLoader(dataset, batch_size=4, sampler=order), order
+
+def main(epochs=3):
+    rank, local, world = start()
+    loader, _ = data(sorted(os.listdir("a")))
+    model = DistributedDataParallel(Net().cuda(local), device_ids=[local])
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(epochs):
+        for x, y in loader:
+            sgd.zero_grad(); F.cross_entropy(model(x), y).backward(); sgd.step()
+    stop()
+main()
+"""),
+        "trainer": job("""
+    def batches(self, epoch):
+        for images, labels in self.loader:
+            yield images, labels
+"""),
+        "endless iterator": script("""
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+loader = tud.DataLoader(data, 4, sampler=sampler)
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+it = iter(loader)
+for step in range(10_000):
+    try:
+        x, y = next(it)
+    except StopIteration:
+        it = iter(loader)
+        x, y = next(it)
+    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+        "always the same epoch": job("""
+    def batches(self, epoch):
+        self.sampler.set_epoch(0)
+        yield from self.loader
+"""),
+    },
+    "shuffle-with-sampler": {
+        "options in a dict": script("""
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+options = dict(batch_size=4, shuffle=True, num_workers=2)
+loader = tud.DataLoader(data, sampler=DistributedSampler(data), **options)
+stop()
+"""),
+    },
+    "no-distributed-sampler": {
+        "trainer": job("""
+    def batches(self, epoch):
+        for images, labels in tud.DataLoader(self.data, batch_size=8, shuffle=True):
+            yield images, labels
+
+    def run(self, epochs):
+        loader = tud.DataLoader(self.data, batch_size=8, shuffle=True)
+        for epoch in range(epochs):
+            for images, labels in loader:
+                self.step(0, images, labels)
+        stop()
+"""),
+        "function": script(LOOP + """
+def main():
+    rank, local, world = start()
+    model = DistributedDataParallel(Net().to(local))
+    data = Pictures(sorted(os.listdir("a")))
+    loader = tud.DataLoader(data, batch_size=8, drop_last=True)
+    train(model, loader, torch.optim.SGD(model.parameters(), 0.1), DistributedSampler(data), 3, local)
+    stop()
+main()
+"""),
+    },
+    "sampler-seed-differs": {
+        "seed by environment": script("""
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data, world, rank, seed=7 * int(os.environ["RANK"]))
+stop()
+"""),
+        "seed by time": script("""
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data, seed=int(time.time()))
+stop()
+"""),
+    },
+    "dataset-order-differs": {
+        "shuffled without a seed": script("""
+rank, local, world = start()
+files = sorted(os.listdir("a"))
+random.shuffle(files)
+sampler = DistributedSampler(Pictures(files))
+stop()
+"""),
+        "shuffled by rank": script("""
+rank, local, world = start()
+np.random.seed(100 + dist.get_rank())
+files = sorted(os.listdir("a"))
+np.random.shuffle(files)
+data = Pictures(files[:100])
+sampler = DistributedSampler(data)
+stop()
+"""),
+        "a set": script("""
+rank, local, world = start()
+names = list({name.lower() for name in ["a", "b"]})
+sampler = DistributedSampler(Pictures(names))
+stop()
+"""),
+        "as listed": script("""
+import glob
+rank, local, world = start()
+sampler = DistributedSampler(Pictures(glob.glob("data/*.jpg")))
+stop()
+"""),
+    },
+    "random-split-differs": {
+        "generator by rank": script("""
+rank, local, world = start()
+parts = tud.random_split(Pictures([]), [0.9, 0.1], generator=torch.Generator().manual_seed(rank))
+stop()
+"""),
+        "seeded in a helper": script("""
+def seed_everything(seed):
+    random.seed(seed); np.random.seed(seed); torch.manual_seed(seed)
+rank, local, world = start()
+seed_everything(1 + rank)
+train, held = tud.random_split(Pictures([]), [90, 10])
+stop()
+"""),
+    },
+    "iterable-not-sharded": {
+        "workers only": script("""
+class Lines(tud.IterableDataset):
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        info = tud.get_worker_info()
+        with open(self.path) as lines:
+            for number, line in enumerate(lines):
+                if info is None or number % info.num_workers == info.id:
+                    yield torch.zeros(4), 0
+
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in tud.DataLoader(Lines("a.txt"), batch_size=4, num_workers=2):
+    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    },
+    "stale-epoch-in-workers": {
+        "attribute": script("""
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+loader = tud.DataLoader(data, 4, sampler=sampler, num_workers=4, persistent_workers=True)
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    loader.dataset.epoch = epoch
+    for x, y in loader:
+        opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+        "method": script("""
+class Augmented(Pictures):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+rank, local, world = start()
+data = Augmented(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+loader = tud.DataLoader(data, 4, sampler=sampler, num_workers=4, persistent_workers=True)
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    data.set_epoch(epoch)
+    for x, y in loader:
+        opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    },
+    "worker-seed-identical": {
+        "worker number only": script("""
+def init(worker):
+    random.seed(1234 + worker)
+rank, local, world = start()
+loader = tud.DataLoader(Pictures([]), 4, num_workers=2, worker_init_fn=init)
+stop()
+"""),
+        "lambda": script("""
+rank, local, world = start()
+loader = tud.DataLoader(Pictures([]), 4, num_workers=2, worker_init_fn=lambda w: np.random.seed(0))
+stop()
+"""),
+    },
+    "rng-identical-across-ranks": {
+        "dropout in a block": script(LOOP + """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 2)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(self.proj(x))
+
+rank, local, world = start()
+torch.manual_seed(42)
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+model = DistributedDataParallel(Block().to(local))
+train(model, tud.DataLoader(data, 4, sampler=sampler), torch.optim.SGD(model.parameters(), 0.1), sampler, 2, local)
+stop()
+"""),
+    },
+    "uneven-inputs": {
+        "steps by rank": job("""
+    def run(self, epochs):
+        steps = 100 if self.rank == 0 else 90
+        for step in range(steps):
+            self.step(step, torch.zeros(4), torch.zeros(4))
+        stop()
+"""),
+        "a share of ten thousand and one": script("""
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for index in range(rank, 10_001, world):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "rank-local-skip": {
+        "bad loss": job("""
+    def step(self, step, images, labels):
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(images), labels)
+        if torch.isnan(loss).any():
+            return
+        loss.backward()
+        self.optimizer.step()
+"""),
+        "only good ones": job("""
+    def step(self, step, images, labels):
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(images), labels)
+        if loss.item() < 100.0:
+            loss.backward()
+            self.optimizer.step()
+"""),
+        "out of memory": job("""
+    def run(self, epochs):
+        for epoch in range(epochs):
+            for images, labels in self.batches(epoch):
+                try:
+                    self.step(0, images, labels)
+                except RuntimeError:
+                    continue
+        stop()
+"""),
+    },
+    "eval-padded-duplicates": {
+        "accuracy": script("""
+@torch.no_grad()
+def accuracy(model, loader):
+    right = torch.zeros(1)
+    for x, y in loader:
+        right += (model(x).argmax(-1) == y).sum()
+    dist.all_reduce(right)
+    return right.item() / 1001
+
+rank, local, world = start()
+held = tud.TensorDataset(torch.zeros(1001, 4), torch.zeros(1001))
+loader = tud.DataLoader(held, 8, sampler=DistributedSampler(held, shuffle=False))
+print(rank, accuracy(Net(), loader))
+stop()
+"""),
+    },
+    "schedule-length-mismatch": {
+        "whole dataset": job("""
+    def run(self, epochs):
+        steps = epochs * (len(self.data) // 32)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
+        for epoch in range(epochs):
+            self.sampler.set_epoch(epoch)
+            for images, labels in self.loader:
+                self.step(0, images, labels)
+                self.schedule.step()
+        stop()
+"""),
+    },
+    "loader-workers-oversubscribed": {
+        "name": script("""
+import multiprocessing
+rank, local, world = start()
+workers = max(1, multiprocessing.cpu_count() - 1)
+loader = tud.DataLoader(Pictures([]), 4, num_workers=workers)
+stop()
+"""),
+    },
+    "threads-oversubscribed": {
+        "environment": script("""
+os.environ["OMP_NUM_THREADS"] = str(os.cpu_count())
+rank, local, world = start()
+stop()
+"""),
+    },
+    "ddp-forward-bypassed": {
+        "the module kept": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.net(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+        "a method of it": job("""
+    def step(self, step, images, labels):
+        features = self.model.module.body(images)
+        loss = self.criterion(self.model.module.head(features), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+        "unwrapped": script("""
+def unwrap(model):
+    return model.module if hasattr(model, "module") else model
+
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); unwrap(model)(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "replicas-start-different": {
+        "averaged by hand": script("""
+def average(model, world):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
+            p.grad.data /= world
+
+rank, local, world = start()
+torch.manual_seed(int(os.environ["RANK"]) + 5)
+net = Net().to(local)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); F.cross_entropy(net(torch.zeros(4)), torch.zeros(1)).backward()
+    average(net, world)
+    opt.step()
+stop()
+"""),
+    },
+    "params-changed-after-wrap": {
+        "new head": script("""
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+model.module.head = nn.Linear(8, 10).to(local)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+        "frozen too late": job("""
+    def run(self, epochs):
+        for p in self.model.module.body.parameters():
+            p.requires_grad = False
+        super().run(epochs)
+"""),
+        "frozen by requires_grad_": job("""
+    def run(self, epochs):
+        self.net.body.requires_grad_(False)
+        super().run(epochs)
+"""),
+    },
+    "redundant-grad-allreduce": {
+        "helper": job("""
+    def sync(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.world
+
+    def step(self, step, images, labels):
+        self.optimizer.zero_grad()
+        self.criterion(self.model(images), labels).backward()
+        self.sync()
+        self.optimizer.step()
+"""),
+    },
+    "loss-scaled-by-world-size": {
+        "times": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels) * self.world
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+        "divided": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        loss /= dist.get_world_size()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    },
+    "no-sync-forward-outside": {
+        "trainer": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels) / self.accumulate
+        if (step + 1) % 4:
+            with self.model.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""),
+    },
+    "unsynced-optimizer-step": {
+        "always held back": job("""
+    def step(self, step, images, labels):
+        with self.model.no_sync():
+            loss = self.criterion(self.model(images), labels) / 4
+            loss.backward()
+        if (step + 1) % 4 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""),
+        "the first instead of the last": script("""
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+accumulate = 8
+for batch in range(100):
+    opt.zero_grad()
+    for micro in range(accumulate):
+        context = contextlib.nullcontext() if micro == 0 else model.no_sync()
+        with context:
+            loss = F.cross_entropy(model(torch.zeros(4)), torch.zeros(1)) / accumulate
+            loss.backward()
+    opt.step()
+stop()
+"""),
+        "off by one with an option": script("""
+parser = argparse.ArgumentParser()
+parser.add_argument("--accumulate", type=int, default=4)
+args = parser.parse_args()
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for i in range(1000):
+    last = i % args.accumulate == 0
+    with contextlib.nullcontext() if last else model.no_sync():
+        (F.cross_entropy(model(torch.zeros(4)), torch.zeros(1)) / args.accumulate).backward()
+    if (i + 1) % args.accumulate == 0:
+        opt.step(); opt.zero_grad()
+stop()
+"""),
+    },
+    "accumulation-not-normalised": {
+        "every fourth": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        loss.backward()
+        if (step + 1) % 4 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""),
+        "option": script("""
+parser = argparse.ArgumentParser()
+parser.add_argument("--accum", type=int, required=True)
+args = parser.parse_args()
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+scaler = torch.cuda.amp.GradScaler()
+for i, x in enumerate(torch.zeros(100, 4)):
+    with torch.autocast("cuda"):
+        loss = F.mse_loss(model(x), x)
+    scaler.scale(loss).backward()
+    if (i + 1) % args.accum == 0 or i == 99:
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+stop()
+"""),
+    },
+    "unequal-weight-average": {
+        "tokens": job("""
+    def step(self, step, images, labels):
+        losses = F.cross_entropy(self.model(images), labels, reduction="none")
+        mask = labels != -100
+        loss = (losses * mask).sum() / mask.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    },
+    "clip-before-sync": {
+        "trainer": job("""
+    def step(self, step, images, labels):
+        last = (step + 1) % 4 == 0
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            (self.criterion(self.model(images), labels) / 4).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if last:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""),
+        "by hand": script("""
+rank, local, world = start()
+net = Net().to(local)
+for p in net.parameters():
+    dist.broadcast(p.data, 0)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(10):
+    opt.zero_grad()
+    F.cross_entropy(net(torch.zeros(4)), torch.zeros(1)).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    for p in net.parameters():
+        dist.all_reduce(p.grad); p.grad /= world
+    opt.step()
+stop()
+"""),
+    },
+    "gradscaler-diverges": {
+        "on good losses": job("""
+    def step(self, step, images, labels):
+        scaler = torch.amp.GradScaler("cuda")
+        loss = self.criterion(self.model(images), labels)
+        scaler.scale(loss).backward()
+        if torch.isfinite(loss):
+            scaler.step(self.optimizer)
+            scaler.update()
+"""),
+        "unscaled before it is reduced": script("""
+rank, local, world = start()
+net = Net().to(local)
+for p in net.parameters():
+    dist.broadcast(p.data, 0)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+scaler = torch.amp.GradScaler()
+for _ in range(10):
+    opt.zero_grad()
+    scaler.scale(F.cross_entropy(net(torch.zeros(4)), torch.zeros(1))).backward()
+    scaler.unscale_(opt)
+    for p in net.parameters():
+        dist.all_reduce(p.grad); p.grad /= world
+    scaler.step(opt); scaler.update()
+stop()
+"""),
+    },
+    "gather-without-grad": {
+        "helper": job("""
+    def everyone(self, z):
+        pool = [torch.zeros_like(z) for _ in range(self.world)]
+        dist.all_gather(pool, z.contiguous())
+        return torch.cat(pool, dim=0)
+
+    def step(self, step, images, labels):
+        z = F.normalize(self.model(images), dim=-1)
+        logits = z @ self.everyone(z).t()
+        loss = F.cross_entropy(logits, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+        "into tensor": job("""
+    def step(self, step, images, labels):
+        z = self.model(images)
+        out = torch.empty(z.size(0) * self.world, 2, device=z.device)
+        dist.all_gather_into_tensor(out, z)
+        loss = F.cross_entropy(z @ out.T, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    },
+    "optimizer-stale-params": {
+        "head replaced": script("""
+rank, local, world = start()
+net = Net()
+opt = torch.optim.SGD(net.parameters(), 0.1)
+net.head = nn.Linear(8, 100)
+model = DistributedDataParallel(net.to(local))
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+        "another model": script("""
+rank, local, world = start()
+net = Net()
+opt = torch.optim.SGD(net.parameters(), 0.1)
+model = DistributedDataParallel(Net().to(local))
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "unused-parameters": {
+        "a head for later": script("""
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = Net()
+        self.aux_head = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def forward(self, x):
+        return self.trunk(x)
+
+rank, local, world = start()
+model = DistributedDataParallel(Two().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+        "in a part": script("""
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(self.norm(x))
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Part() for _ in range(3)])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+rank, local, world = start()
+model = DistributedDataParallel(Whole().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "find-unused-unneeded": {
+        "trainer": job("""
+    def run(self, epochs):
+        self.model = DistributedDataParallel(self.net, device_ids=[self.local], find_unused_parameters=True)
+        super().run(epochs)
+"""),
+    },
+    "reentrant-checkpoint": {
+        "module alias": script("""
+from torch.utils import checkpoint as cp
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = cp.checkpoint(block, x, use_reentrant=True)
+        return x
+
+rank, local, world = start()
+model = DistributedDataParallel(Deep().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "static-graph-changes": {
+        "warm up": script("""
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += 1
+        x = self.one(x)
+        if self.seen > 100:
+            x = self.two(x)
+        return x
+
+rank, local, world = start()
+model = DistributedDataParallel(Warm().to(local), static_graph=True)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+        "layer drop": script("""
+class Drop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() > 0.1:
+                x = layer(x)
+        return x
+
+rank, local, world = start()
+model = DistributedDataParallel(Drop().to(local), static_graph=True)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "model-differs-across-ranks": {
+        "by rank": script("""
+rank, local, world = start()
+net = Net(width=16 if rank == 0 else 8)
+model = DistributedDataParallel(net.to(local))
+stop()
+"""),
+        "classes of a shard": script("""
+rank, local, world = start()
+labels = torch.load(f"labels_{rank}.pt", map_location="cpu")
+model = DistributedDataParallel(nn.Linear(4, len(set(labels.tolist()))).to(local))
+stop()
+"""),
+    },
+    "rank-dependent-graph": {
+        "by rank": script("""
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        if dist.get_rank() == 0:
+            return self.left(x)
+        return self.right(x)
+
+rank, local, world = start()
+model = DistributedDataParallel(Split().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+        "by chance": script("""
+class Chance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.left(x)
+        return self.right(x) if random.random() < 0.5 else x
+
+rank, local, world = start()
+model = DistributedDataParallel(Chance().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    },
+    "not-distributed": {
+        "never wrapped": script("""
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+net = Net().to(local)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for x, y in tud.DataLoader(data, 4, sampler=sampler):
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+stop()
+"""),
+    },
+    "batchnorm-unsynced": {
+        "convolutions": script("""
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x):
+        return self.net(x)
+
+rank, local, world = start()
+model = DistributedDataParallel(Conv().to(local))
+stop()
+"""),
+    },
+    "syncbn-on-cpu": {
+        "always converted": script("""
+dist.init_process_group("gloo")
+net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+model = DistributedDataParallel(net)
+stop()
+"""),
+    },
+    "buffers-not-synced": {
+        "saved": script("""
+rank, local, world = start()
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(local)
+model = DistributedDataParallel(net, broadcast_buffers=False)
+if rank == 0:
+    torch.save(model.module.state_dict(), "last.pt")
+stop()
+"""),
+    },
+    "rank-local-buffer-overwritten": {
+        "in place": script("""
+class Tally(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.fc(x - self.mean)
+
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+model = DistributedDataParallel(Tally().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in tud.DataLoader(data, 4, sampler=sampler):
+        opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    },
+    "rank-conditional-collective": {
+        "behind an early return": job("""
+    def done(self, epoch):
+        if not self.is_main():
+            return
+        torch.save(self.net.state_dict(), "last.pt")
+        dist.barrier()
+"""),
+        "short circuit": job("""
+    def done(self, epoch):
+        loss = torch.zeros(1)
+        self.is_main() and dist.all_reduce(loss)
+"""),
+        "continue": script("""
+rank, local, world = start()
+for epoch in range(4):
+    if rank != 0:
+        continue
+    dist.broadcast(torch.zeros(1), src=0)
+stop()
+"""),
+        "gathered on rank 0": job("""
+    def metrics(self, value):
+        parts = [None] * self.world
+        dist.all_gather_object(parts, value)
+        return parts
+
+    def done(self, epoch):
+        if self.rank == 0:
+            print(self.metrics(1.0))
+"""),
+    },
+    "rank-conditional-ddp-forward": {
+        "evaluation": script("""
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.bn(self.fc(x))
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.eval()
+    return sum(model(x).sum().item() for x, _ in loader)
+
+def main():
+    rank, local, world = start()
+    model = DistributedDataParallel(Normed().to(local))
+    loader = tud.DataLoader(Pictures([]), 4)
+    if rank == 0:
+        print(evaluate(model, loader))
+    stop()
+main()
+"""),
+    },
+    "rank-local-early-stop": {
+        "patience": job("""
+    def run(self, epochs):
+        best, patience = None, 0
+        for epoch in range(epochs):
+            total = 0.0
+            for images, labels in self.batches(epoch):
+                self.step(0, images, labels)
+                with torch.no_grad():
+                    total += self.criterion(self.net(images), labels).item()
+            if best is None or total < best:
+                best, patience = total, 0
+            else:
+                patience += 1
+                if patience > 3:
+                    print("rank", self.rank, "stops")
+                    break
+        stop()
+"""),
+        "out of time": job("""
+    def run(self, epochs):
+        began = time.monotonic()
+        for epoch in range(epochs):
+            for images, labels in self.batches(epoch):
+                self.step(0, images, labels)
+            if time.monotonic() - began > 3600:
+                break
+        stop()
+"""),
+        "a class that decides": script("""
+class Stopper:
+    def __init__(self, patience):
+        self.patience, self.best, self.bad, self.stop = patience, None, 0, False
+
+    def __call__(self, loss):
+        if self.best is None or loss < self.best:
+            self.best, self.bad = loss, 0
+        else:
+            self.bad += 1
+            if self.bad >= self.patience:
+                self.stop = True
+
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+loader = tud.DataLoader(data, 4, sampler=sampler)
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+stopper = Stopper(3)
+for epoch in range(100):
+    sampler.set_epoch(epoch)
+    running = 0.0
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        running += loss.item()
+    stopper(running)
+    if stopper.stop:
+        break
+stop()
+"""),
+    },
+    "collective-order-differs": {
+        "swapped": script("""
+rank, local, world = start()
+a, b = torch.zeros(1), torch.zeros(1)
+if rank == 0:
+    dist.all_reduce(a)
+    dist.broadcast(b, 0)
+else:
+    dist.broadcast(b, 0)
+    dist.all_reduce(a)
+stop()
+"""),
+    },
+    "data-dependent-collective": {
+        "some label": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if (labels == 3).any():
+            count = (labels == 3).sum()
+            dist.all_reduce(count)
+"""),
+    },
+    "save-on-all-ranks": {
+        "method": job("""
+    def save(self, name, **more):
+        torch.save({"model": self.net.state_dict(), **more}, os.path.join("runs", name))
+
+    def done(self, epoch):
+        self.save(f"epoch_{epoch}.pt", epoch=epoch)
+"""),
+        "the best": job("""
+    best = 0.0
+    def done(self, epoch):
+        accuracy = torch.rand(1).item()
+        if accuracy > self.best:
+            self.best = accuracy
+            torch.save(self.model.module.state_dict(), "best.pt")
+"""),
+    },
+    "save-on-local-rank0": {
+        "method": job("""
+    def done(self, epoch):
+        if self.local == 0:
+            torch.save(self.net.state_dict(), "last.pt")
+"""),
+    },
+    "load-without-map-location": {
+        "resume": job("""
+    def run(self, epochs):
+        if os.path.exists("last.pt"):
+            self.net.load_state_dict(torch.load("last.pt"))
+        super().run(epochs)
+"""),
+    },
+    "module-prefix-checkpoint": {
+        "in a dict": script("""
+def save(model, path):
+    if dist.get_rank() == 0:
+        torch.save({"model": model.state_dict()}, path)
+
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+save(model, "last.pt")
+dist.barrier()
+plain = Net()
+plain.load_state_dict(torch.load("last.pt", map_location="cpu")["model"])
+stop()
+"""),
+    },
+    "load-without-barrier": {
+        "weights of rank 0": script("""
+rank, local, world = start()
+net = Net()
+path = "/tmp/start.pt"
+if rank == 0:
+    torch.save(net.state_dict(), path)
+net.load_state_dict(torch.load(path, map_location="cpu"))
+model = DistributedDataParallel(net.to(local))
+stop()
+"""),
+    },
+    "resume-on-one-rank": {
+        "trainer": job("""
+    def run(self, epochs):
+        if self.is_main() and os.path.exists("last.pt"):
+            state = torch.load("last.pt", map_location="cpu")
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        super().run(epochs)
+"""),
+    },
+    "metric-not-reduced": {
+        "accuracy": job("""
+    def done(self, epoch):
+        data = Pictures(sorted(os.listdir("val")))
+        loader = tud.DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False))
+        right = total = 0
+        self.model.eval()
+        with torch.no_grad():
+            for images, labels in loader:
+                right += (self.model(images).argmax(1) == labels).sum().item()
+                total += labels.size(0)
+        if self.is_main():
+            print(f"epoch {epoch}: accuracy {right / total:.3f}")
+"""),
+    },
+    "print-on-all-ranks": {
+        "format": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+"""),
+    },
+    "tracker-on-all-ranks": {
+        "wandb": script("""
+import wandb
+rank, local, world = start()
+wandb.init(project="nets", config={"lr": 0.1})
+stop()
+"""),
+        "tensorboard": script("""
+from torch.utils.tensorboard import SummaryWriter
+rank, local, world = start()
+writer = SummaryWriter("runs")
+stop()
+"""),
+    },
+    "download-on-all-ranks": {
+        "torchvision": script("""
+from torchvision import datasets
+rank, local, world = start()
+train = datasets.CIFAR10("data", train=True, download=True)
+stop()
+"""),
+    },
+    "cuda-device-not-set": {
+        "cuda()": script("""
+def main():
+    dist.init_process_group("nccl")
+    net = Net().cuda()
+    model = DistributedDataParallel(net)
+    dist.destroy_process_group()
+main()
+"""),
+        "first": script("""
+dist.init_process_group("nccl")
+device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+model = DistributedDataParallel(Net().to(device))
+stop()
+"""),
+    },
+    "global-rank-as-device": {
+        "set_device": script("""
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+model = DistributedDataParallel(Net().cuda(), device_ids=[dist.get_rank()])
+stop()
+"""),
+        "string": script("""
+dist.init_process_group("nccl")
+device = f"cuda:{os.environ['RANK']}"
+model = DistributedDataParallel(Net().to(device))
+stop()
+"""),
+    },
+    "nproc-exceeds-devices": {
+        "set_device": script("""
+dist.init_process_group("nccl")
+gpu = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+torch.cuda.set_device(gpu)
+stop()
+"""),
+    },
+    "rendezvous-overridden": {
+        "setup function": script("""
+def setup(rank, world):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "29501"
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+setup(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+stop()
+"""),
+    },
+    "world-size-mismatch": {
+        "gpus": script("""
+dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=torch.cuda.device_count())
+stop()
+"""),
+        "number": script("""
+dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=4)
+stop()
+"""),
+    },
+    "spawn-under-torchrun": {
+        "after init": script("""
+import torch.multiprocessing as mp
+def work(rank, world):
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=int(os.environ["WORLD_SIZE"]), args=(int(os.environ["WORLD_SIZE"]),))
+"""),
+    },
+    "group-not-destroyed": {
+        "main": script("""
+def main():
+    rank, local, world = start()
+    model = DistributedDataParallel(Net().to(local))
+del stop
+main()
+""").replace("def stop():\n    dist.destroy_process_group()\n", "stop = None\n"),
+    },
+    "legacy-data-parallel": {
+        "several gpus": """
+import torch
+from torch import nn
+net = nn.Linear(4, 2)
+if torch.cuda.device_count() > 1:
+    net = nn.DataParallel(net)
+""",
+    },
+    "global-batch-grows": {
+        "numbers": script(LOOP + """
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+order = DistributedSampler(data)
+model = DistributedDataParallel(Net().to(local))
+train(model, tud.DataLoader(data, 64, sampler=order), torch.optim.SGD(model.parameters(), lr=0.1), order, 3, local)
+stop()
+"""),
+    },
+}
+
+ONLY_IN_A_RUN = {"replicas-diverged"}
+"""What no source tells: any cause, seen as a difference between replicas."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "style"), [(rule, style) for rule, styles in WRONG.items() for style in styles]
+)
+def test_finds(rule: str, style: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(WRONG[rule][style])
+    found = read(path).findings
+    assert rule in {finding.id for finding in found}
+    others = {finding.id for finding in found if finding.level == "error" and finding.id != rule}
+    assert others <= ALSO.get(rule, set())
+
+
+ALSO = {
+    "gradscaler-diverges": {"rank-local-skip"},
+    "static-graph-changes": {"rank-dependent-graph"},
+}
+"""Other errors that the wrong scripts of a rule hold, by their nature."""
+
+
+def test_every_rule_has_wrong_scripts() -> None:
+    assert set(WRONG) == set(RULES) - ONLY_IN_A_RUN
