@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import reprlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from paceline.determinism import forked_randomness
-from paceline.errors import ConfigError
-from paceline.memory.again import buffers_copied
+from paceline.errors import ConfigError, UsageError
 from paceline.memory.blocks import find_blocks
 from paceline.memory.plan import Level, choose, least, peak, uniform
 from paceline.memory.profile import CPU, GPU, Profile, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import Recomputed, is_compiled, set_levels
-from paceline.memory.simulate import shapes_only
+from paceline.memory.trial import Trial, leaves_of
 from paceline.sizes import parse_size, show_size
 
-T = TypeVar("T")
-
-__all__ = ["Fit", "fit", "measured", "on_shapes", "on_shapes_or_for_real", "peak_with", "undisturbed"]
+__all__ = ["Fit", "find_fit", "fit", "peak_with"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +51,7 @@ class Fit:
         moments["what comes behind the last block, such as logits and loss"] = sum(held) + self.profile.loss
         tops["what comes behind the last block, such as logits and loss"] = self.profile.loss
         most = max(moments, key=lambda what: moments[what])
-        return f"at least {self.peak / 2**20:.1f} MiB, of which {most} takes {tops[most] / 2**20:.1f}"
+        return f"at least {show_size(self.peak)}, of which {most} takes {show_size(tops[most])}"
 
     def __str__(self) -> str:
         """One line: what is recomputed, what that frees, and what it costs.
@@ -83,8 +78,9 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
     For a loop of one's own, after ``compile`` and before ``run.steps``; `paceline train` has ``execution.recompute:
     auto``. Bytes are counted on shapes alone, so that no step larger than the budget is ever run, unless the forward
     looks at numbers, as ``.item()`` does: then on real tensors. Seconds are measured in a few real forwards and
-    backwards, in which all blocks recompute. What the model holds is left as it was, and random states; no bit of a
-    result ever changes. Not collective, so another worker may choose otherwise: that moves no bit.
+    backwards, in which all blocks recompute. What the step reaches, inside the model or not, is left as it was:
+    gradients, buffers, attributes, random states. A tensor that it changes itself, past all modules, is not. No bit of
+    a result ever changes. Not collective, so another worker may choose otherwise: that moves no bit.
 
     Args:
         step: the forward of one micro-batch; enters autocast itself and returns the loss.
@@ -92,8 +88,9 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
             gradients, logits. Not weights, their gradients and the optimizer's state, which are there anyway.
 
     Raises:
-        ConfigError: no choice fits, or the model has no repeated blocks.
-        UsageError: a block that cannot be recomputed; see `recompute`.
+        ConfigError: no choice fits, the model has no repeated blocks, or the budget is nonsense.
+        UsageError: a step that returns no loss, or does not call the model; a block that cannot be recomputed, see
+            `recompute`; or a step that can be run, but not followed.
 
     >>> block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     >>> model = nn.Sequential(*[block() for _ in range(8)])
@@ -102,8 +99,9 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
     >>> fitted.peak <= 8 * 2**20 < fitted.unfitted
     True
     """
-    limit = parse_size(budget, "the budget") if isinstance(budget, str) else budget
-    fitted, _ = measured(model, step, limit)
+    _check_arguments(model, step)
+    limit = _checked_budget(budget)
+    fitted, _ = find_fit(model, step, limit)
     if fitted.peak > limit:
         raise ConfigError(
             "cannot fit a micro-batch",
@@ -115,7 +113,7 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
     return fitted
 
 
-def measured(
+def find_fit(
     model: nn.Module, step: Callable[[], Tensor], budget: int, *, gaps: bool = False
 ) -> tuple[Fit, str | None]:
     """What `fit` would choose, undone as yet, or what needs the least if nothing fits; and why bytes had to be counted
@@ -128,9 +126,9 @@ def measured(
             needed="modules of one class side by side, with modules inside, as the layers of a transformer",
             fix="Name what shall be recomputed, as in execution.recompute: [encoder, decoder]",
         )
-    why = None
+    trial = Trial(model, step)
     rates = CPU if _device_of(model).type == "cpu" else GPU
-    costs, why = on_shapes_or_for_real(model, lambda: profile(step, model, blocks, set_levels, rates=rates))
+    costs, why = trial.on_shapes_or_for_real(lambda step: profile(step, model, blocks, set_levels, rates=rates))
     if any(map(is_compiled, blocks.values())):
         costs = _without_selective(costs)
     room, loss = budget, costs.loss
@@ -139,37 +137,20 @@ def measured(
     keep = uniform(costs.blocks, "keep")
     smallest = least(costs.blocks, fixed=costs.fixed, loss=loss)
     if smallest.peak <= room < peak(costs.blocks, keep, fixed=costs.fixed, loss=loss):  # else nothing is to be weighed
-        costs = _timed(model, step, blocks, costs, budget)
+        costs = _timed(trial, blocks, costs, budget)
     choice = choose(costs.blocks, fixed=costs.fixed, loss=loss, budget=room) or smallest
     return Fit(
         levels=choice.levels,
-        peak=peak_with(model, step, choice.levels),
+        peak=peak_with(trial, choice.levels),
         unfitted=costs.peak(keep),
         slower=1 + choice.seconds / costs.seconds,
         profile=costs,
     ), why
 
 
-def peak_with(model: nn.Module, step: Callable[[], Tensor], levels: Mapping[str, Level]) -> int:
+def peak_with(trial: Trial, levels: Mapping[str, Level]) -> int:
     """Most bytes that a forward and backward allocates with these levels."""
-    return on_shapes_or_for_real(model, lambda: simulated_peak(step, model, {}, set_levels, levels))[0]
-
-
-def on_shapes_or_for_real(model: nn.Module, count: Callable[[], T]) -> tuple[T, str | None]:
-    """What ``count`` gives on shapes alone, or on real tensors if it must be, and why then; blocks run eagerly, and
-    nothing is left changed."""
-    try:
-        return on_shapes(model, count), None
-    except Exception as error:  # a forward may look at numbers, in any way; if it is something else, it comes again
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-    with _as_written(model), undisturbed(model):
-        return count(), why
-
-
-def on_shapes(model: nn.Module, count: Callable[[], T]) -> T:
-    """What ``count`` gives on shapes alone; raises whatever it does where it needs numbers."""
-    with _as_written(model), undisturbed(model), shapes_only(model):
-        return count()
+    return trial.on_shapes_or_for_real(lambda step: simulated_peak(step, trial.model, {}, set_levels, levels))[0]
 
 
 def _without_selective(costs: Profile) -> Profile:
@@ -183,14 +164,13 @@ def _without_selective(costs: Profile) -> Profile:
     )
 
 
-def _timed(
-    model: nn.Module, step: Callable[[], Tensor], blocks: Mapping[str, nn.Module], costs: Profile, budget: int
-) -> Profile:
+def _timed(trial: Trial, blocks: Mapping[str, nn.Module], costs: Profile, budget: int) -> Profile:
     """With times of this device, from the second of two real steps at each level. No step is run that would not fit:
     ``selective`` then has its estimate, scaled as ``full``'s, or both have."""
-    if costs.peak(dict.fromkeys(blocks, "full")) > budget:
+    levels = set.intersection(*({option.level for option in block.options} for block in costs.blocks))
+    if "full" not in levels or costs.peak(dict.fromkeys(blocks, "full")) > budget:
         return costs
-    full_s, again, forwards = _one_step(model, step, blocks, "full")
+    full_s, again, forwards = _one_step(trial, blocks, "full")
     estimated_s = {block.name: block.at("full").seconds for block in costs.blocks}
     scale = sum(again.values()) / (sum(estimated_s.values()) or 1.0)
     added: dict[str, dict[Level, float]] = {
@@ -199,12 +179,15 @@ def _timed(
     alike = _alike(costs, blocks)
     for name, seconds in _medians(again, alike).items():
         added[name]["full"] = seconds
-    selective = all(len(block.options) == 3 for block in costs.blocks)
-    if selective and costs.peak(dict.fromkeys(blocks, "selective")) <= budget:
-        _, again_selective, slowed = _one_step(model, step, blocks, "selective")
-        more = {name: again_selective[name] + max(0.0, slowed[name] - forwards[name]) for name in blocks}
-        for name, seconds in _medians(more, alike).items():
-            added[name]["selective"] = seconds
+    if "selective" in levels and costs.peak(dict.fromkeys(blocks, "selective")) <= budget:
+        try:
+            _, again_selective, slowed = _one_step(trial, blocks, "selective")
+        except UsageError:  # blocks that cannot be selective can have the others
+            costs = _without_selective(costs)
+        else:
+            more = {name: again_selective[name] + max(0.0, slowed[name] - forwards[name]) for name in blocks}
+            for name, seconds in _medians(more, alike).items():
+                added[name]["selective"] = seconds
     return replace(with_seconds(costs, added), seconds=max(1e-9, full_s - sum(again.values())))
 
 
@@ -222,13 +205,12 @@ def _medians(seconds: Mapping[str, float], alike: Mapping[str, object]) -> dict[
 
 
 def _one_step(
-    model: nn.Module, step: Callable[[], Tensor], blocks: Mapping[str, nn.Module], level: Level
+    trial: Trial, blocks: Mapping[str, nn.Module], level: Level
 ) -> tuple[float, dict[str, float], dict[str, float]]:
     """Seconds of a whole forward and backward with all blocks at ``level``; of each second forward; of each first."""
     calls: dict[str, Recomputed] = {}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with undisturbed(model):
-        set_levels(model, dict.fromkeys(blocks, level))
+    with trial.undisturbed(watch=False) as step:
+        set_levels(trial.model, dict.fromkeys(blocks, level))
         try:
             for name, block in blocks.items():
                 call = block._compiled_call_impl
@@ -239,12 +221,13 @@ def _one_step(
                 for call in calls.values():
                     call.forward_s = call.again_s = 0.0
                 begun = time.perf_counter()
-                torch.autograd.grad(step(), trained, allow_unused=True)  # no hook that takes up gradients is called
+                loss = step()
+                torch.autograd.grad(loss, leaves_of(loss), allow_unused=True)
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()
                 elapsed_s = time.perf_counter() - begun
         finally:
-            set_levels(model, {})
+            set_levels(trial.model, {})
     return (
         elapsed_s,
         {name: call.again_s for name, call in calls.items()},
@@ -252,40 +235,32 @@ def _one_step(
     )
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside it steps may be tried: gradients, buffers, random states, and what the modules' attributes hold, lists and
-    dicts of them too, are afterwards what they were."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    attributes = [own for module in model.modules() for own in (module.__dict__, *module.__dict__.values())]
-    kept = [(own, own.copy()) for own in attributes if isinstance(own, dict | list | set)]
-    with forked_randomness(_device_of(model)):
-        try:
-            with buffers_copied(model):
-                for parameter, _ in gradients:
-                    parameter.grad = None
-                yield
-        finally:
-            for own, was in kept:
-                own.clear()
-                own.extend(was) if isinstance(own, list) else own.update(was)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+def _checked_budget(budget: object) -> int:
+    if isinstance(budget, str):
+        return parse_size(budget, "the budget")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ConfigError(
+            "cannot use the budget",
+            found=reprlib.repr(budget),
+            needed="a whole number of bytes above 0, or text such as 2GiB",
+            fix="Write fit(model, step, '2GiB')",
+        )
+    return budget
+
+
+def _check_arguments(model: object, step: object) -> None:
+    for name, given, needed, right in (
+        ("model", model, "a torch.nn.Module", isinstance(model, nn.Module)),
+        ("step", step, "a function without arguments that returns the loss", callable(step)),
+    ):
+        if not right:
+            raise UsageError(
+                "cannot fit a micro-batch",
+                found=f"a {name} of type {type(given).__name__}",
+                needed=needed,
+                fix="Write fit(model, lambda: F.cross_entropy(model(x), y), '2GiB')",
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-@contextmanager
-def _as_written(model: nn.Module) -> Iterator[None]:
-    """Inside it blocks run eagerly: of shapes alone nothing is compiled. What compiled blocks hold is about as much, or
-    less."""
-    compiled = [(module, module._compiled_call_impl) for module in model.modules() if is_compiled(module)]
-    try:
-        for module, _ in compiled:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call

@@ -12,7 +12,7 @@ from paceline.config import Execution, Recipe
 from paceline.data.loader import move
 from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
-from paceline.memory.fit import measured, on_shapes, on_shapes_or_for_real, peak_with
+from paceline.memory.fit import find_fit, peak_with
 from paceline.memory.gaps import Heap
 from paceline.memory.meter import saved_bytes
 from paceline.memory.plan import Level
@@ -20,6 +20,7 @@ from paceline.memory.plan import peak as peak_of
 from paceline.memory.profile import CPU, Profile, profile
 from paceline.memory.recompute import levels_of, set_levels
 from paceline.memory.simulate import shapes_only
+from paceline.memory.trial import Trial
 from paceline.planning.budget import budget_of
 from paceline.planning.looks import blocks_of
 from paceline.planning.state import footprint, state_of, storage_bytes
@@ -95,6 +96,7 @@ def fit_run(
             with autocast(recipe.precision, device):
                 return task.loss(model, batch)[0]
 
+        trial = Trial(model, step)
         there = footprint(
             state,
             recipe,
@@ -108,20 +110,20 @@ def fit_run(
         room = max(0, budget.size - there.during_backward)
         slower, note = None, None
         if execution.recompute == "auto":
-            fitted, note = measured(model, step, room, gaps=on_cpu)
+            fitted, note = find_fit(model, step, room, gaps=on_cpu)
             levels, activations, slower = fitted.levels, fitted.peak, fitted.slower
             if on_cpu:
                 with_gaps, left = _with_gaps(fitted.profile, levels)
             told, needed = str(fitted), fitted.least
         else:
             levels = levels_of(model, execution.recompute)
-            activations = peak_with(model, step, levels)
+            activations = peak_with(trial, levels)
             if on_cpu:
                 named = blocks_of(model, execution)
                 try:
-                    costs = on_shapes(model, lambda: profile(step, model, named, set_levels, rates=CPU))
+                    costs = trial.on_shapes(lambda step: profile(step, model, named, set_levels, rates=CPU))
                     with_gaps, left = _with_gaps(costs, levels)
-                except Exception:  # as in `on_shapes_or_for_real`; but other levels may not fit, so none is tried
+                except Exception:  # as in `Trial.on_shapes_or_for_real`; but other levels may not fit, so none is tried
                     heap = Heap(small=1.0, loss=activations, beside=0, turnover=activations // 2)
                     with_gaps, left = heap.needed(activations), heap.left
             told = needed = f"activations {show_size(activations)}"
@@ -140,7 +142,7 @@ def fit_run(
             + ("See " if auto else "")
             + "`paceline plan` for the micro-batches that fit",
         )
-    saved, _ = on_shapes_or_for_real(model, lambda: saved_bytes(step, model))
+    saved, _ = trial.on_shapes_or_for_real(lambda step: saved_bytes(step, model))
     return Fitted(
         levels=levels,
         told=f"{told}; {show_size(peak)} of {show_size(budget.size)} a worker",
