@@ -272,11 +272,15 @@ def _read_text(text: str, origin: str) -> dict[str, Tree]:
 def _merge(tree: dict[str, Tree], key: str, given: Given) -> None:
     """Sets ``key``; a value that is a mapping is laid over what is there."""
     if given.raw.lstrip().startswith("{"):
-        for name, below in _leaves(_read_text(given.raw, f"--{key} on {_COMMAND_LINE}")):
-            _merge(tree, f"{key}.{name}", below)
-        return
-    *path, last = key.split(".")
-    for name in path:
+        for path, below in _leaves(_read_text(given.raw, f"--{key} on {_COMMAND_LINE}")):
+            _set(tree, (*key.split("."), *path), below)
+    else:
+        _set(tree, key.split("."), given)
+
+
+def _set(tree: dict[str, Tree], path: Sequence[str], given: Given) -> None:
+    *above, last = path
+    for name in above:
         branch = tree.get(name)
         if not isinstance(branch, dict):
             branch = tree[name] = {}
@@ -284,12 +288,13 @@ def _merge(tree: dict[str, Tree], key: str, given: Given) -> None:
     tree[last] = given
 
 
-def _leaves(tree: Mapping[str, Tree]) -> Iterator[tuple[str, Given]]:
+def _leaves(tree: Mapping[str, Tree]) -> Iterator[tuple[tuple[str, ...], Given]]:
+    """With their names from the top; these may have dots, such as a module's path."""
     for name, below in tree.items():
         if isinstance(below, dict):
-            yield from ((f"{name}.{key}", given) for key, given in _leaves(below))
+            yield from (((name, *path), given) for path, given in _leaves(below))
         else:
-            yield name, dataclasses.replace(below, origin=_COMMAND_LINE)
+            yield (name,), dataclasses.replace(below, origin=_COMMAND_LINE)
 
 
 def _branch(tree: Mapping[str, Tree], name: str) -> dict[str, Tree]:

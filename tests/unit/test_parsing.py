@@ -149,6 +149,14 @@ def test_a_bare_name_is_one_of_ours(here: Path) -> None:
     assert isinstance(found.task.make(), Language)
 
 
+@pytest.mark.parametrize("name", ["blocks.0", "blocks.*", "blocks.[4-7]", "a.b.c.d"])
+def test_names_in_a_mapping_on_the_command_line_keep_their_dots(here: Path, name: str) -> None:
+    written = parse(["run.yaml", "--execution.recompute", f'{{"{name}": full, other: keep}}'])
+    assert written.execution.recompute == {name: "full", "other": "keep"}
+    over = ["--execution.recompute", "{a.b: full}", "--execution.recompute", "{a.b: keep, a.c: full}"]
+    assert parse(["run.yaml", *over]).execution.recompute == {"a.b": "keep", "a.c": "full"}
+
+
 def test_the_demo_is_a_whole_run() -> None:
     found = parse([])
     assert found.config_path is None and found.run_dir == Path("runs/demo")

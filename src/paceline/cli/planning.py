@@ -20,7 +20,7 @@ recompute, and what that costs in time. Runs on shapes alone: nothing is allocat
   --measure          also run one micro-batch for real, here, and print what each block really keeps
   Settings as for `paceline train`; --recipe.device cuda plans for a GPU.
 
-Exit code 0: it fits as it is configured; 1: it does not.
+Exit code 0: it fits as it is configured; 1: it does not; 2: usage or configuration, a mistake in the task too.
 """
 
 

@@ -15,6 +15,8 @@ from paceline.planning.outlook import Outlook
 from paceline.planning.sheet import dominant, lines, told_moment
 from paceline.planning.state import footprint, process_bytes
 from paceline.planning.table import show_grid, show_lines, told_levels
+from paceline.planning.told import told
+from paceline.planning.unprepared import with_vocabulary
 from paceline.planning.waiting import waiting
 from paceline.sizes import show_size
 
@@ -36,6 +38,8 @@ def plan(settings: Settings, *, workers: int, budget: Budget, measured: bool = F
     Raises:
         PacelineError: what the task raises; or nothing at all fits the budget.
     """
+    with told(settings.task.class_path.rpartition(".")[2]):
+        settings = with_vocabulary(settings)
     outlook, looked = _look(settings, workers, budget, process_bytes(settings.recipe))
     now = outlook.cell(outlook.now, outlook.own_mode)
     if now is None:

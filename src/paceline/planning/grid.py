@@ -18,11 +18,10 @@ __all__ = ["Cell", "Mode", "between", "cell"]
 Mode: TypeAlias = Mapping[str, Level] | Literal["auto"]
 """A way to recompute: the level of each block, or the best mixture for a budget."""
 
-
 _GPU_GAPS = 10
-"""One part in so many of the activations is counted for gaps in what torch's allocator holds: it rounds to 512 bytes, keeps small tensors in
-segments of 2 MiB and others in some of 20 MiB or more, and pieces of these do not fit all that comes next. How wide
-gaps are depends on the order of all sizes; 5 to 10 % are common in training."""
+"""One part in so many of the activations is counted for gaps in what torch's allocator holds: it rounds to 512 bytes,
+keeps small tensors in segments of 2 MiB and others in some of 20 MiB or more, and pieces of these do not fit all that
+comes next. How wide gaps are depends on the order of all sizes; 5 to 10 % are common in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
