@@ -352,7 +352,10 @@ def _check_recompute(mode: str | list[str] | dict[str, str]) -> None:
     if isinstance(mode, str):
         every, _, k = mode.partition(":")
         ok = mode in modes or (every == "every" and k.isdecimal() and int(k) >= 1)
-        fix = f"For a block of that name write [{mode}]" if "." in mode or "*" in mode else did_you_mean(mode, modes)
+        path = mode.strip("[] ")
+        fix = f"For a block of that name write [{path}]"
+        if path == mode and "." not in mode and "*" not in mode:
+            fix = did_you_mean(mode.lower(), modes)
     else:
         ok, fix = bool(mode) and all(isinstance(path, str) and path for path in mode), "Write [blocks.0, blocks.2]"
     if isinstance(mode, dict) and ok:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -115,8 +116,8 @@ def test_where_the_kernel_cannot_begin_anew_it_says_so_and_is_not_too_low() -> N
         assert int(grown) > 64 * MIB - SLACK
 
 
-@pytest.mark.parametrize("name", ["meta", "cuda"])
-def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["meta", "cuda", "tpu", "", None])
+def test_a_device_that_is_not_there_is_refused(name: Any) -> None:
     if name == "cuda" and torch.cuda.is_available():
         name = "xpu"
     for measure in (Peak, resident_bytes):

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.config import Execution
 from paceline.determinism import autocast, digest
 from paceline.errors import ConfigError, UsageError
 from paceline.memory import find_blocks, fit, recompute, saved_bytes
@@ -583,6 +585,54 @@ def test_blocks_are_found_in_any_tree() -> None:
     assert list(find_blocks(nn.ModuleList([shared, shared, Residual()]))) == ["0", "2"]
 
 
+@pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
+def test_parametrized_blocks_are_found(norm: Callable[[nn.Module], nn.Module]) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(norm(nn.Linear(4, 8)), nn.GELU(), norm(nn.Linear(8, 4)))
+
+    net = nn.Sequential(*[block() for _ in range(3)])
+    assert list(find_blocks(net)) == ["0", "1", "2"]
+    assert list(find_blocks(nn.Sequential(*[norm(nn.Linear(4, 4)) for _ in range(3)]))) == []  # single operators
+    assert list(find_blocks(nn.Sequential(*[norm(Inside()) for _ in range(3)]))) == ["0", "1", "2"]
+    if norm is spectral_norm:
+        net.eval()  # in training it reads buffers that it changes
+    x_BF, digests = torch.randn(8, 4), []
+    for mode in ("none", "all", "selective"):
+        recompute(net, mode)
+        net.zero_grad()
+        net(x_BF).square().sum().backward()
+        digests.append(digest({name: p.grad for name, p in net.named_parameters() if p.grad is not None}))
+    assert digests[1:] == digests[:1] * 2
+    if norm is spectral_norm:
+        with pytest.raises(UsageError, match="cannot recompute block"):
+            recompute(net.train(), "all") and net(x_BF).sum().backward()
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inside = nn.Parameter(torch.ones(4, 4)), nn.Linear(4, 4)
+
+
+def test_an_unknown_block_of_many_lists_a_few() -> None:
+    net = nn.Sequential(*[mlp() for _ in range(200)])
+    with pytest.raises(ConfigError) as caught:
+        recompute(net, ["encoder"])
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("mode", "fix"),
+    [("[blocks.0]", "write [blocks.0]."), ("blocks.0", "write [blocks.0]."), ("[encoder]", "write [encoder].")],
+)
+def test_names_without_a_list_in_the_settings(mode: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Execution(recompute=mode)
+    assert str(caught.value).endswith(fix)
+    with pytest.raises(ConfigError, match="Did you mean 'all'"):
+        Execution(recompute="ALL")
+
+
 @pytest.mark.parametrize(
     ("mode", "found"),
     [
@@ -592,6 +642,12 @@ def test_blocks_are_found_in_any_tree() -> None:
         (["layer.1"], r"Did you mean .layers\.1"),
         (["layers"], "which has no forward"),
         ({"layers.1": "half"}, "'half'"),
+        ({"layers.1": 1}, "found 1, need keep or selective or full"),
+        ("ALL", "Did you mean 'all'"),
+        (None, "found None, need none, all"),
+        (3, "found 3, need none, all"),
+        ([3], r"found \[3\], need none, all"),
+        ({1: "full"}, "need none, all"),
     ],
     ids=str,
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from paceline.errors import ConfigError, did_you_mean
 
-__all__ = ["find_blocks", "named_modules"]
+__all__ = ["find_blocks", "named_modules", "nearest_path"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -20,7 +22,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     Modules side by side are blocks if they have one class and modules inside. A container counts by what it contains:
     it is a block itself only where nothing inside repeats, as with `torch.nn.Sequential`s in a `torch.nn.Sequential`.
-    Blocks lie outermost: inside one no other is looked for.
+    A parametrized module (``weight_norm``) counts as what it was before. Blocks lie outermost: inside one no other is
+    looked for.
 
     >>> mlp = lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
     >>> list(find_blocks(nn.Sequential(nn.Linear(2, 4), mlp(), mlp(), nn.Linear(4, 2))))
@@ -30,7 +33,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     first = {module: path for path, module in reversed([*model.named_modules(remove_duplicate=False)])}
 
     def look(prefix: str, module: nn.Module) -> None:
-        children = {f"{prefix}{name}": child for name, child in module.named_children()}
+        children = {f"{prefix}{name}": child for name, child in _children(module).items()}
         kinds = {path: _kind(child) for path, child in children.items()}
         repeated = Counter(kind for kind in kinds.values() if kind is not None)
         for path, child in children.items():
@@ -45,13 +48,24 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _kind(module: nn.Module) -> object:
     """What makes two modules repeats of one another; ``None``: it cannot be a block."""
-    if not any(True for _ in module.children()):
+    if not _children(module):
         return None
     if not isinstance(module, _CONTAINERS):
-        return type(module)
+        return type_before_parametrizations(module)
     if not isinstance(module, nn.Sequential) or find_blocks(module):
         return None  # a list has no forward; and of what repeats inside, each is a block
-    return tuple(type(part) for part in module.modules())
+    return tuple(type_before_parametrizations(part) for part in module.modules())
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """Without what torch puts into a parametrized module."""
+    hidden = "parametrizations" if is_parametrized(module) else None
+    return {name: child for name, child in module.named_children() if name != hidden}
+
+
+def nearest_path(path: str, known: Iterable[str]) -> str:
+    """The sentence that names the nearest of many paths, or a few of them."""
+    return did_you_mean(path, difflib.get_close_matches(path, list(known), n=4, cutoff=0.0))
 
 
 def named_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -71,7 +85,7 @@ def named_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
                 "cannot recompute a block",
                 found=f"no module {pattern!r} in {type(model).__name__}",
                 needed="the path of a module, or a pattern such as blocks.*",
-                fix=did_you_mean(pattern, modules),
+                fix=nearest_path(pattern, modules),
             )
         for path in matches:
             if any(path.startswith(f"{outer}.") for outer in matches):

@@ -113,7 +113,15 @@ def _process_peak() -> int | None:
 
 
 def _known(device: torch.device | str) -> torch.device:
-    known = torch.device(device)
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(
+            f"cannot measure the memory of {device}",
+            found="no device that torch knows",
+            needed="cpu, or cuda where there is one",
+            fix="Give run.device",
+        ) from None
     if known.type == "cpu" or (known.type == "cuda" and torch.cuda.is_available()):
         return known
     raise UsageError(

@@ -13,6 +13,7 @@ the compiler would fuse other operators, and round otherwise in bf16.
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from paceline.determinism import content_digest
 from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.memory.again import Again, count_fused_steps
-from paceline.memory.blocks import find_blocks, named_modules
+from paceline.memory.blocks import find_blocks, named_modules, nearest_path
 from paceline.memory.plan import Level
 
 __all__ = ["Mode", "Recomputed", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
@@ -77,6 +78,13 @@ def levels_of(model: nn.Module, mode: Mode) -> dict[str, Level]:
     blocks = find_blocks(model)
     levels: dict[str, Level] = dict.fromkeys(blocks, "keep")
     if not isinstance(mode, str):
+        if not isinstance(mode, Sequence | Mapping) or not all(isinstance(path, str) for path in mode):
+            raise ConfigError(
+                "cannot recompute blocks",
+                found=reprlib.repr(mode),
+                needed="none, all, selective, every:k, or module paths",
+                fix='Write recompute(model, "all"), or recompute(model, ["blocks.0", "blocks.2"])',
+            )
         named = mode if isinstance(mode, Mapping) else dict.fromkeys(mode, "full")
         for pattern, level in named.items():
             levels.update(dict.fromkeys(named_modules(model, [pattern]), _level(level)))
@@ -89,7 +97,7 @@ def levels_of(model: nn.Module, mode: Mode) -> dict[str, Level]:
             needed="none, all, selective, every:k, or module paths",
             fix="Use paceline.memory.fit for what fits a budget"
             if mode == "auto"
-            else did_you_mean(mode, ("none", "all", "selective", "every:2")),
+            else did_you_mean(mode.lower(), ("none", "all", "selective", "every:2")),
         )
     if not blocks and mode != "none":
         raise ConfigError(
@@ -104,7 +112,7 @@ def levels_of(model: nn.Module, mode: Mode) -> dict[str, Level]:
     return levels
 
 
-def _level(word: str) -> Level:
+def _level(word: object) -> Level:
     for level in get_args(Level):
         if word == level:
             return cast(Level, level)
@@ -112,7 +120,7 @@ def _level(word: str) -> Level:
         "cannot recompute blocks",
         found=repr(word),
         needed=" or ".join(get_args(Level)),
-        fix=did_you_mean(word, get_args(Level)),
+        fix=did_you_mean(str(word).lower(), get_args(Level)),
     )
 
 
@@ -128,7 +136,7 @@ def set_levels(model: nn.Module, levels: Mapping[str, Level]) -> None:
             "cannot recompute a block",
             found=f"no module {min(unknown)!r} in {type(model).__name__}",
             needed="a module's path, the first where it has several",
-            fix=did_you_mean(min(unknown), modules),
+            fix=nearest_path(min(unknown), filter(None, modules)),
         )
     for path, level in levels.items():
         outer = [up for up in modules if level != "keep" and (not up or path.startswith(f"{up}.")) and up != path]
