@@ -70,7 +70,7 @@ class Builtins(Objects):
             known = combined(_FOLDED[short], *(a.known for a in arguments))
             if known is None and short in ("int", "float", "bool", "str", "max", "min"):
                 return Value("unknown", labels, first.name)
-            return Value("scalar" if known else "unknown", labels, known=known)
+            return Value("scalar" if known else "unknown", labels, first.name if len(arguments) == 1 else "", known)
         method = getattr(self, f"_call_{short.replace('.', '_')}", None) if short == name.removeprefix("builtins.") else None
         return method(arguments, keywords, node) if method is not None else None
 

@@ -393,7 +393,8 @@ def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
 def _option(field: str, keywords: dict[str, Value]) -> Value:
     """A command line's option: its default is a hint, not a fact."""
     if field in ("local_rank", "rank"):
-        return Value("scalar", frozenset({"rank", field}), known=Known((0, 1)))
+        own = "local_rank" if field == "local_rank" else "global_rank"
+        return Value("scalar", frozenset({"rank", own}), known=Known((0, 1)))
     default = keywords.get("default", NONE)
     action = keywords.get("action", NONE).only
     if action in ("store_true", "store_false"):

@@ -37,7 +37,7 @@ def saved(trace: Trace) -> Iterator[Finding]:
         conditions = [c.value for c in event.under if "rank" in c.value.labels]
         if event.ranks == {0, 1} and not conditions:
             yield found("save-on-all-ranks", event, "every rank writes this file, all at once")
-        elif conditions and all("local_rank" in value.labels for value in conditions) and not event.spawned:
+        elif conditions and not any("global_rank" in value.labels for value in conditions) and not event.spawned:
             yield found(
                 "save-on-local-rank0",
                 event,

@@ -87,7 +87,7 @@ def wrong_device(trace: Trace) -> Iterator[Finding]:
         rule = ""
         if "modulo-devices" in index.labels and "local_rank" in index.labels:
             rule, message = "nproc-exceeds-devices", "the modulo puts several ranks on one GPU where there are too few"
-        elif "rank" in index.labels and not index.labels & {"local_rank", "modulo-devices", "devices"}:
+        elif "global_rank" in index.labels and not index.labels & {"local_rank", "modulo-devices", "devices"}:
             rule, message = "global-rank-as-device", "the global rank is no GPU's number on the second machine"
         if rule and rule not in seen:
             seen.add(rule)

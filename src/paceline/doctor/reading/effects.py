@@ -136,9 +136,9 @@ class Effects(Builtins):
     ) -> Value:
         match name:
             case "torch.distributed.get_rank":
-                return Value("scalar", frozenset({"rank"}), known=Known((0, 1)))
+                return Value("scalar", frozenset({"rank", "global_rank"}), known=Known((0, 1)))
             case "torch.distributed.get_world_size":
-                return constant(RANKS, ("world",))
+                return Value("scalar", frozenset({"world"}), "world size", Known((RANKS,)))
             case "torch.distributed.is_initialized":
                 return constant(self.trace.any("init") or self.spawned)
             case "torch.distributed.is_available":
@@ -315,9 +315,12 @@ class Effects(Builtins):
 
 def agreed(value: Value, labels: set[str]) -> None:
     """It is the same on all ranks from now on."""
-    if value is NONE:
+    if value is NONE or value.is_none:
         return
     value.labels = (value.labels - VARYING - {"shard"}) | labels
+    for chosen in ("if", "else"):
+        if (part := value.fields.get(chosen)) is not None and part.kind in ("scalar", "unknown", "tensor"):
+            agreed(part, labels)
     if value.known is not None:
         value.known, value.kind = None, "unknown"
 

@@ -421,7 +421,7 @@ LAUNCHED: Final = frozenset(
 
 
 def _scaled(labels: frozenset[str], value: Value, factor: Value, label: str) -> frozenset[str]:
-    is_size = "world" in factor.labels and factor.known is not None and "graph" not in factor.labels
+    is_size = factor.name == "world size"
     return labels | {label} if is_size and "graph" in value.labels else labels
 
 
@@ -435,7 +435,7 @@ def _count(over: Value) -> Value | None:
 
 def _is_rank(value: Value) -> bool:
     """Whether it is made of ranks and sizes only, and not known exactly: ``args.rank % ngpus``."""
-    alone = value.labels <= {"rank", "local_rank", "world", "devices", "modulo-devices", "environment", "config"}
+    alone = value.labels <= {"rank", "local_rank", "global_rank", "world", "devices", "modulo-devices", "environment", "config"}
     return "rank" in value.labels and value.kind in ("unknown", "scalar") and alone
 
 

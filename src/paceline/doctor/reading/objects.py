@@ -159,12 +159,13 @@ class Objects(Expressions):
             self.trace.variables.add(name)
         match name:
             case "RANK":
-                return Value("scalar", frozenset({"rank", "environment"}), known=Known(("0", "1")))
+                labels = frozenset({"rank", "global_rank", "environment"})
+                return Value("scalar", labels, known=Known(("0", "1")))
             case "LOCAL_RANK":
                 labels = frozenset({"rank", "local_rank", "environment"})
                 return Value("scalar", labels, known=Known(("0", "1")))
             case "WORLD_SIZE" | "LOCAL_WORLD_SIZE":
-                return constant(str(RANKS), ("world", "environment"))
+                return Value("scalar", frozenset({"world", "environment"}), "world size", Known((str(RANKS),)))
         if isinstance(name, str) and name.startswith(("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")):
             return Value(labels=frozenset({"rank"})) if default is None else default
         if isinstance(name, str) and name in LAUNCHED:

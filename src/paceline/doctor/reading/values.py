@@ -33,7 +33,7 @@ __all__ = [
 RANKS: Final = 2
 STEPS: Final = 48
 
-VARYING: Final = frozenset({"rank", "local_rank", "data", "rng", "clock"})
+VARYING: Final = frozenset({"rank", "local_rank", "global_rank", "data", "rng", "clock"})
 """Labels of what is not the same on all ranks: made from the rank, from this rank's samples, from random numbers that
 are seeded differently, from the time or the process."""
 
@@ -112,7 +112,8 @@ class Value:
         labels: what went into it.
         name: of an API, class or function: its full dotted name; of what such an API made: the API's.
         known: what it is exactly.
-        fields: attributes, the arguments that it was made with, and a dict's values by key.
+        fields: attributes, the arguments that it was made with, and a dict's values by key; of what was chosen by a
+            test: that ``test``, what it is ``if`` that holds, and ``else``.
         items: the elements of a list or tuple, as far as they are known.
         options: of kind ``either``: what it may be.
         code: of a function or class of the script: where it is defined (`calls.Function`, `calls.Class`).
@@ -244,9 +245,10 @@ def picked(choice: Value, true: Value, false: Value) -> Value:
     known = None
     if choice.known is not None and choice.known.loop is not None:
         known = combined(lambda c, a, b: a if c else b, choice.known, true.known, false.known)
-    either = joined((true, false), choice.labels)
-    if either.options == (true, false):
-        either.fields["test"] = choice
+    agreed = {"reduced"} <= true.labels & false.labels
+    either = joined((true, false), () if agreed else choice.labels)
+    if either is not true and either is not false:
+        either.fields = {**either.fields, "test": choice, "if": true, "else": false}
     length = None
     if true.length and false.length and None not in truths:
         length = Known(tuple((true if t else false).length.at(r) for r, t in enumerate(truths)))  # type: ignore[union-attr]
