@@ -251,7 +251,9 @@ def _changes(trace: Trace, wrap: Event) -> bool:
 
 
 def _may_skip(trace: Trace, wrap: Event) -> bool:
-    return any(len(e.under) > len(outer.under) or not e.with_grad for e, outer in _inside(trace, wrap))
+    return any(
+        len(e.under) > len(outer.under) or not e.with_grad for e, outer in _inside(trace, wrap) if outer.with_grad
+    )
 
 
 def _all_known(inner: Value) -> bool:

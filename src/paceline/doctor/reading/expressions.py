@@ -95,15 +95,18 @@ class Expressions(Machine):
 
     def _name(self, node: ast.Name) -> Value:
         if (value := self.frame.scope.find(node.id)) is not None:
+            if value.kind == "api":
+                self.trace.names.add(value.name)
             return value
         return self.named(f"builtins.{node.id}")
 
-    def named(self, name: str) -> Value:
-        """An API by its full name."""
+    def named(self, name: str, *, used: bool = True) -> Value:
+        """An API by its full name; ``used``: not only imported."""
         name = canonical(name)
         if (value := self.overrides.get(name)) is not None:
             return value
-        self.trace.names.add(name)
+        if used:
+            self.trace.names.add(name)
         return Value("api", name=name)
 
     def _attribute(self, node: ast.Attribute) -> Value:

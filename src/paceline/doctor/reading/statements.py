@@ -473,7 +473,7 @@ class Reader(Calls):
             if found.kind == "python_module":
                 value = found.code.names.get(alias.name) or self._import(f"{source}.{alias.name}", only_local=True)
             elif source:
-                value = self.named(f"{source}.{alias.name}")
+                value = self.named(f"{source}.{alias.name}", used=False)
             else:
                 value = self._import(alias.name, only_local=True)
             self.write(self.frame.scope.holder(name), name, value)
@@ -481,11 +481,11 @@ class Reader(Calls):
     def _import(self, name: str, *, only_local: bool = False) -> Value:
         """A module: a local file is walked, once; anything else is known by its name."""
         if name.split(".")[0] in ("torch", "numpy", "os", "sys"):
-            return self.named(name)
+            return self.named(name, used=False)
         known = name in self.program.modules
         module = self.program.find(name)
         if module is None:
-            return Value() if only_local else self.named(name)
+            return Value() if only_local else self.named(name, used=False)
         if not known:
             self._walk_module(module)
         return Value("python_module", name=name, code=module)

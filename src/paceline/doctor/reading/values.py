@@ -165,6 +165,8 @@ class Value:
 
     def truth(self, rank: int) -> bool | None:
         """Whether it counts as true on that rank; ``None``: not known."""
+        if self.known is not None and self.known.assumed and self.known.only is not UNKNOWN:
+            return None
         if self.known is not None:
             points = self.known.points if self.known.loop is None else (UNKNOWN,)
             point = points[rank if len(points) > 1 else 0]
