@@ -74,7 +74,8 @@ class Told:
     def goes(self, line: int, *, over: bool = True, synced: str = "synced") -> Told:
         """Forward and backward."""
         self.tell("forward", line, grad=True, communicates=False, ddp=0, training=True, batch=4)
-        return self.tell("backward", line, over=over, roots=[], **({"reached": [[0, synced]]} if over else {}))
+        told: dict[str, Any] = {"reached": [[0, synced]]} if over else {}
+        return self.tell("backward", line, over=over, roots=[], **told)
 
 
 def two(path: Path) -> tuple[Told, Told]:

@@ -76,6 +76,8 @@ def _gone_or_stuck(account: Account, run: Run) -> bool:
 
 
 def _parted(run: Run) -> Iterator[Finding]:
+    if any(True for _ in run.all("join")) or any(r["ranks"] not in (None, run.world) for r in run.all("wrap")):
+        return  # ranks may do different things, and each knows
     if (skip := _skip(run)) is not None:
         yield from skip
         return

@@ -45,23 +45,21 @@ def passes(account: Account) -> list[Pass]:
     loaders = {record["loader"]: record for record in account.of("loader")}
     done: list[Pass] = []
     current: dict[int, Pass] = {}
-    active: list[int] = []
+    giving: Pass | None = None
     for record in account.of("pass", "batch", "pass-end", "backward", "collective"):
         if record.kind == "pass" and record["loader"] in loaders:
             done.append(Pass(loader=loaders[record["loader"]], begin=record))
             current[record["loader"]] = done[-1]
-            active.append(record["loader"])
         elif record.kind == "batch" and record["loader"] in current:
-            this = current[record["loader"]]
+            this = giving = current[record["loader"]]
             this.indices += record["indices"] or []
             this.rows += record["rows"] or []
             this.batches += 1
         elif record.kind == "pass-end" and record["loader"] in current:
             current[record["loader"]].whole = True
-            active = [loader for loader in active if loader != record["loader"]]
-        elif record.kind == "backward" and active:
-            current[active[-1]].trains = True
-        elif record.kind == "collective" and done and done[-1].next_op is None and not active:
+        elif record.kind == "backward" and giving is not None:
+            giving.trains = True
+        elif record.kind == "collective" and done and done[-1].whole and done[-1].next_op is None:
             done[-1].next_op = record["op"]
     return done
 
@@ -89,14 +87,15 @@ def _epochs(run: Run) -> Iterator[Finding]:
         number = those[0].loader["sampler"]
         sampler = samplers.get(number)
         full = [one for one in those if one.trains and one.indices]
-        if sampler is None or not sampler["shuffle"] or number in called or len(full) < 2:
+        if sampler is None or not sampler["shuffle"] or len(full) < 2:
             continue
         same = [one for one in full[1:] if _same_beginning(one.indices, full[0].indices)]
         if len(same) == len(full) - 1:
             yield from found(
                 "missing-set-epoch",
                 full[1].begin.place,
-                "the loader is iterated again and gives the same order: its sampler's set_epoch was never called",
+                "the loader is iterated again and gives the same order: its sampler's set_epoch was "
+                + ("called with the same epoch each time" if number in called else "never called"),
                 f"{len(full)} epochs on rank 0, each of them beginning with samples {full[0].indices[:6]}",
             )
 
@@ -263,11 +262,11 @@ def _padding(run: Run) -> Iterator[Finding]:
     samplers = {record["sampler"]: record for record in run.accounts[0].of("sampler")}
     for one in passes(run.accounts[0]):
         sampler = samplers.get(one.loader["sampler"])
-        if sampler is None or one.trains or not one.whole or one.begin["grad"]:
+        if sampler is None or one.trains or not one.whole:
             continue
         extra = sampler["total"] - sampler["size"]
-        gathered = one.next_op is not None and "gather" in one.next_op  # may be cut to length afterwards
-        if extra > 0 and not gathered:
+        counted = one.next_op in ("all_reduce", "reduce") or (one.next_op is None and not one.begin["grad"])
+        if extra > 0 and counted:  # what is gathered may be cut to length afterwards
             yield from found(
                 "eval-padded-duplicates",
                 sampler.place,
@@ -342,15 +341,21 @@ def _cores(run: Run) -> Iterator[Finding]:
                 f"{run.world} ranks with {loader['workers']} loader workers each on {count(most, 'core')}",
             )
             break
-    for record in run.accounts[0].of("threads"):
-        if record["count"] >= most and run.world * record["count"] > most:
+    for record in run.accounts[0].of("threads", "env"):
+        threads = record["count"] if record.kind == "threads" else _threads_of(record)
+        if threads >= most and run.world * threads > most:
             yield from found(
                 "threads-oversubscribed",
                 record.place,
                 "each rank takes as many threads as the machine has cores",
-                f"{run.world} ranks with {record['count']} threads each on {count(most, 'core')}",
+                f"{run.world} ranks with {threads} threads each on {count(most, 'core')}",
             )
             break
+
+
+def _threads_of(record: Record) -> int:
+    value = str(record["after"])
+    return int(value) if record["key"] == "OMP_NUM_THREADS" and value.isdigit() else 0
 
 
 def _schedule(run: Run) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.watching.evidence import found
 from paceline.doctor.watching.records import Account, Record, Run
 
-__all__ = ["CHECKS", "first_failure"]
+__all__ = ["CHECKS", "first_failure", "is_echo"]
 
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|failed to connect|remote end|peer", re.I
@@ -50,7 +50,7 @@ _SAYS: tuple[tuple[str, str, str], ...] = (
 def first_failure(run: Run) -> tuple[Account, Record | None] | None:
     """The rank that failed first, by an error of its own if there is one, and that error."""
     errors = sorted((r for account in run.accounts for r in account.of("error")), key=lambda record: record.at_s)
-    own = [record for record in errors if not _ECHO.search(record["text"] or "")]
+    own = [record for record in errors if not is_echo(record)]
     failed = sorted((a for a in run.accounts if a.code), key=lambda account: account.ended_s or 0.0)
     silent = [a for a in failed if a.first("error") is None]
     if silent and (not errors or (silent[0].ended_s or 0.0) < errors[0].at_s):
@@ -60,6 +60,11 @@ def first_failure(run: Run) -> tuple[Account, Record | None] | None:
     if errors:
         return run.accounts[errors[0].rank], errors[0]
     return (failed[0], None) if failed else None
+
+
+def is_echo(error: Record) -> bool:
+    """Whether it says no more than that another rank is gone."""
+    return _ECHO.search(error["text"] or "") is not None
 
 
 def _said(run: Run) -> Iterator[Finding]:

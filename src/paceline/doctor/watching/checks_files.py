@@ -45,7 +45,7 @@ def _written(run: Run) -> Iterator[Finding]:
         if path in saved:
             continue
         writers = {rank: [r for r in those if r["mode"] == "write"] for rank, those in by_rank.items()}
-        writers = {rank: those for rank, those in writers.items() if those and those[0].place}
+        writers = {rank: those for rank, those in writers.items() if those and those[0]["own"]}
         unmet = [
             (writer, reader)
             for rank, those in writers.items()
@@ -105,7 +105,7 @@ def _loaded(run: Run) -> Iterator[Finding]:
 
 def _unmapped(run: Run) -> Iterator[Finding]:
     """Only of a script that asks for GPUs."""
-    gpus = any(record["what"] == "cuda" for record in run.all("asks"))
+    gpus = any(record["what"] == "gpus" for record in run.all("asks"))
     loads = [record for record in run.all("load") if not record["mapped"]]
     if gpus and len({record.rank for record in loads}) > 1:
         yield from found(

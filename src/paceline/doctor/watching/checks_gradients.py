@@ -10,6 +10,9 @@ from paceline.doctor.watching.records import Place, Record, Run
 
 __all__ = ["CHECKS"]
 
+_NEARLY = 1.25
+"""Counts of samples that differ by less are bad, and no more."""
+
 
 def _steps(run: Run) -> Iterator[list[Interval]]:
     """The same step of the same optimizer, of each rank."""
@@ -174,18 +177,22 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
         roots = [record["roots"][0] if record["roots"] else [] for record in those]
         if len({tuple(name for name, _ in root) for root in roots}) > 1:
             continue
-        for nodes in zip(*roots, strict=True):
+        weighted = [(nodes[0][0], nodes) for nodes in zip(*roots, strict=True)]
+        for _, nodes in weighted:
             counts = [divisor for _, divisor in nodes]
             name = nodes[0][0]
             if None in counts or len(set(counts)) == 1 or name not in {*_MEANS, "DivBackward0"}:
                 continue
             if name == "DivBackward0" and not all(value == int(value) and value > 0 for value in counts):
                 continue
+            if any(name == "MulBackward0" and len({factor for _, factor in own}) > 1 for name, own in weighted):
+                continue  # each rank weighs its mean by its own share
             yield from found(
                 "unequal-weight-average",
                 those[0].place,
                 "each rank takes a mean over its own number of samples or tokens, and DDP counts these means alike",
-                f"at backward {seen} the ranks' losses were means over {', '.join(f'{value:g}' for value in counts)}",
+                f"at backward {seen} the ranks' losses were means over {' and '.join(f'{n:g}' for n in counts)}",
+                severity="error" if max(counts) > _NEARLY * min(counts) else "warning",
             )
             return
 

@@ -41,10 +41,17 @@ def _differ(run: Run) -> Iterator[Finding]:
         return
 
 
+def _matters(run: Run, ddp: int) -> bool:
+    """Whether DDP has missed gradients, or has not come so far as to miss any: a loss may use parameters beside it."""
+    missed = any("Expected to have finished reduction" in (r["text"] or "") for r in run.all("error"))
+    forwards = [r for r in run.accounts[0].of("forward") if r["ddp"] == ddp and r["grad"] and r.over]
+    return missed or run.stopped in ("hang", "failed") or len(forwards) == 1
+
+
 def _unused(run: Run) -> Iterator[Finding]:
     for ddp, wrap in _wraps(run).items():
         graphs = _graphs(run, ddp)
-        if not graphs or wrap["find_unused"] or wrap["static"]:
+        if not graphs or wrap["find_unused"] or wrap["static"] or not _matters(run, ddp):
             continue
         differing = next((those for those in graphs if len({tuple(r["unused"]) for r in those}) > 1), None)
         if differing is not None:

@@ -15,7 +15,7 @@ from paceline.stacks import Dumping, collect, users_line
 __all__ = ["follow"]
 
 _TICK_S = 0.5
-_STUCK_S = 5.0
+_STUCK_S = 4.0
 """All ranks wait for each other, or have ended, and nothing has moved for so long: it never will."""
 _STILL_S = 20.0
 """The same of ranks of which it is not known what they wait for."""
@@ -23,7 +23,7 @@ _GRACE_S = 4.0
 """When one rank has failed, the others have so long to fail too."""
 _BUSY = 0.06
 """A rank that takes this share of a core computes."""
-_MEETING = frozenset({"init", "wrap", "forward", "backward", "collective", "destroy"})
+_MEETING = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy"})
 
 
 def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float) -> Run:

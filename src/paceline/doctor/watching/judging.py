@@ -123,6 +123,9 @@ def notes(run: Run) -> Iterator[str]:
         yield "the script starts processes of its own, into which the run pass does not look"
     elif failure is not None:
         account, error = failure
+        if error is not None and checks_errors.is_echo(error):
+            yield f"rank {account.rank} lost its connection to a rank that had ended, or was elsewhere"
+            return
         what = f"{error['type']}: {error['text'].strip()[:300]}" if error is not None else _ending(account)
         where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
         yield f"rank {account.rank} failed first{where}: {what}"

@@ -58,13 +58,15 @@ KINDS: dict[str, str] = {
     # communication
     "init": "init_process_group: backend, world_size, own_rank (None: not given)",
     "destroy": "destroy_process_group",
+    "wait": "the result of a collective is waited for",
+    "join": "a context for uneven inputs is made",
     "collective": "a collective: op, ranks, shape, dtype, grads (of a DDP's parameters), carries (a gradient)",
     "gathered": "what all_gather returned was not put back before backward: op",
     # files and output
     "save": "torch.save: path, prefixed (keys with `module.`)",
     "load": "torch.load: path, map_location (whether given)",
-    "open": "a file is opened for writing, until it is closed: path, mode",
-    "read": "a file that this run writes may be read: path",
+    "open": "a file is opened for writing: path, mode, own (by the user's own line, or into the working directory)",
+    "read": "a file that was written since the run began is opened: path",
     "download": "something is fetched: url",
     "tracker": "an experiment tracker is started: name, where",
     "print": "a line is printed: text (the beginning)",
@@ -174,7 +176,7 @@ class Account:
         return unfinished[-1] if unfinished else None
 
 
-_LASTING = frozenset({"init", "wrap", "forward", "backward", "collective", "destroy", "sleep", "step"})
+_LASTING = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy", "sleep", "step"})
 """Kinds that a rank may be found in the middle of."""
 
 

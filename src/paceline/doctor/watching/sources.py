@@ -141,26 +141,33 @@ def _leaving(loop: ast.For | ast.While | ast.AsyncFor) -> tuple[list[tuple[int, 
     return exits, skips
 
 
-@functools.lru_cache(maxsize=256)
 def _rank_names(path: str) -> frozenset[str]:
     """Names that are given the answer to a question for the rank."""
+    return _rank_names_in(_text(path))
+
+
+@functools.lru_cache(maxsize=64)
+def _rank_names_in(text: str) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(_tree(path)):
+    for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Assign) and _ANSWER.search(ast.unparse(node.value)):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
             found |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
     return frozenset(found)
 
 
-@functools.lru_cache(maxsize=256)
 def _tree(path: str) -> ast.Module:
+    return _parsed(_text(path))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> ast.Module:
     try:
-        return ast.parse(_text(path))
+        return ast.parse(text)
     except SyntaxError:
         return ast.Module(body=[], type_ignores=[])
 
 
-@functools.lru_cache(maxsize=256)
 def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")

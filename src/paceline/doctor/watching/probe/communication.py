@@ -80,6 +80,12 @@ def _collective(call: Call) -> Generator[None, Any, None]:
         _gathered.append((call["tensor_list"], dist.get_rank(call["group"]), places))
 
 
+def _waited(call: Call) -> Generator[None, Any, None]:
+    number = call.recorder.tell("wait")
+    yield
+    call.recorder.done(number, failed=call.error is not None)
+
+
 def _backward(call: Call) -> Generator[None, Any, None]:
     """Results of all_gather without a gradient, when autograd comes: nobody has put the rank's own part back."""
     for results, own, places in _gathered:
@@ -99,6 +105,7 @@ TABLE = (
     *(Hooked(module, name, _collective, scope="collective") for name in _COLLECTIVES for module in _MODULES),
     *(Hooked(module, "init_process_group", _begun, scope="init") for module in _MODULES),
     *(Hooked(module, "destroy_process_group", _destroyed, scope="destroy") for module in _MODULES),
+    Hooked("torch.distributed", "Work.wait", _waited, scope="collective"),
     Hooked("torch.autograd", "backward", _backward, scope="gathered"),
     Hooked("torch.multiprocessing", "spawn", _spawned, scope="spawn"),
     Hooked("torch.multiprocessing.spawn", "start_processes", _spawned, scope="spawn"),

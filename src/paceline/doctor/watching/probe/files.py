@@ -42,7 +42,8 @@ def watch_files(recorder: Recorder) -> None:
                 _own(name, keep=not flags & os.O_TRUNC)
                 told["open"] += 1
                 mode = "append" if flags & os.O_APPEND else "write"
-                recorder.tell("open", path=recorder.original(name), mode=mode)
+                own = recorder.called_by_user() or Path(name).is_relative_to(Path.cwd())
+                recorder.tell("open", path=recorder.original(name), mode=mode, own=own)
             else:
                 with contextlib.suppress(OSError):
                     if Path(name).stat().st_mtime >= began_s:
@@ -165,6 +166,12 @@ def _cores_asked(call: Call) -> Generator[None, Any, None]:
         call.recorder.tell("asks", what="cores", value=cores if isinstance(cores, int) else len(cores))
 
 
+def _gpus_asked(call: Call) -> Generator[None, Any, None]:
+    there = yield
+    if call.recorder.called_by_user():
+        call.recorder.tell("asks", what="gpus", value=there)
+
+
 def _tracker_started(call: Call) -> Generator[None, Any, None]:
     where = call["log_dir"] or call["logdir"] or call["dir"]
     told = call.kwargs.get("mode") == "disabled"
@@ -190,6 +197,7 @@ TABLE = (
     Hooked("torch", "save", _saved, scope="save"),
     Hooked("torch", "load", _loaded, scope="load"),
     Hooked("torch.hub", "download_url_to_file", _downloaded, scope="download"),
+    Hooked("torch.cuda", "is_available", _gpus_asked),
 )
 TRACKERS: dict[str, tuple[Hooked, ...]] = {
     name: (Hooked(name, function, _tracker_started, scope="tracker"),)

@@ -71,7 +71,7 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         facts["names"] = names[:_TOLD]
         facts["in_ddp"] = [id(p) in known for p in parameters[:_TOLD]]
         facts["shapes"] = [tuple(p.shape) for p in parameters[:_TOLD]]
-    plain = all(type(p.detach()) is torch.Tensor for p in parameters)  # no DTensor: its shards differ by design
+    plain = all(_is_whole(p) for p in parameters)
     gradients = [p.grad for p in parameters]
     held = {id(p) for p in parameters}
     return recorder.tell(
@@ -105,6 +105,11 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 def _number(optimizer: Any) -> int:
     return _optimizers.setdefault(optimizer, len(_optimizers))
+
+
+def _is_whole(parameter: Any) -> bool:
+    """Not a shard, which differs from rank to rank by design."""
+    return type(parameter.detach()) is torch.Tensor and type(parameter).__name__ != "FlatParameter"
 
 
 def _dense(gradient: Any) -> bool:

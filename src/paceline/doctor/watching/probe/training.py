@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Generator, Iterable
 from typing import Any
@@ -64,7 +65,7 @@ replicas = Replicas()
 
 
 def _wrapped(call: Call) -> Generator[None, Any, None]:
-    module = call["module"]
+    module, dist = call["module"], sys.modules["torch.distributed"]
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     synced = [m for m in norms if isinstance(m, torch.nn.SyncBatchNorm)]
@@ -76,6 +77,7 @@ def _wrapped(call: Call) -> Generator[None, Any, None]:
         own_buffers=[name for name, _ in _own_buffers(module)][:_NAMES],
         norms=len(norms) - len(synced),
         synced_norms=len(synced),
+        ranks=dist.get_world_size(call["process_group"]) if dist.is_initialized() else None,
         find_unused=bool(call["find_unused_parameters"]),
         static=bool(call["static_graph"]),
     )
@@ -276,7 +278,7 @@ def _divisor(node: Any, name: str) -> float | None:
         "SmoothL1LossBackward0",
     ):
         value = node._saved_self.numel() if node._saved_reduction == 1 else None
-    elif name == "DivBackward0":
+    elif name in ("DivBackward0", "MulBackward0"):
         value = node._saved_other
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
@@ -322,6 +324,11 @@ def _state_loaded(call: Call) -> Generator[None, Any, None]:
         call.recorder.tell("load-state", ddp=own, params=len(list(module.parameters())))
 
 
+def _joined(call: Call) -> Generator[None, Any, None]:
+    call.recorder.tell("join")
+    yield
+
+
 def _checkpointed(call: Call) -> Generator[None, Any, None]:
     call.recorder.tell("checkpointed", ddp=replicas.calling[-1] if replicas.calling else None)
     yield
@@ -351,6 +358,8 @@ TABLE = (
     Hooked("torch.optim.lr_scheduler", "LRScheduler.__init__", _scheduler_made, scope="schedule"),
     Hooked("torch.optim.lr_scheduler", "LRScheduler.step", _scheduler_stepped, scope="schedule"),
     Hooked("torch.nn", "Module.load_state_dict", _state_loaded, scope="load-state"),
+    Hooked(_DDP, "DistributedDataParallel.join", _joined, scope="join"),
+    Hooked("torch.distributed.algorithms.join", "Join.__init__", _joined, scope="join"),
     Hooked("torch.utils.checkpoint", "CheckpointFunction.forward", _checkpointed),
     Hooked("torch", "set_num_threads", _threads_set),
     Hooked("torch.nn.parallel.data_parallel", "DataParallel.__init__", _replicated),

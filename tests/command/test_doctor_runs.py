@@ -1,0 +1,243 @@
+"""The doctor's run pass over real scripts: it changes nothing, tells what it saw, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.doctor.watching import Watched, watch
+
+COMPUTES = """
+import argparse, hashlib, json, os, random
+import numpy, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        return torch.full((6,), float(i)) + torch.randn(6) + numpy.random.rand() + random.random()
+
+def digest(tensors):
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--into", required=True)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(7 + rank); numpy.random.seed(rank); random.seed(rank)
+    data = Noisy()
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=1)
+    direct = DataLoader(data, batch_size=4, sampler=sampler)
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    losses = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in loader if epoch else direct:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item())
+    told = {
+        "losses": losses, "weights": digest(model.state_dict().values()), "threads": torch.get_num_threads(),
+        "drawn": [torch.rand(1).item(), float(numpy.random.rand()), random.random()],
+        "environment": sorted(k for k in os.environ if k.startswith(("LOCAL", "RANK", "WORLD", "GROUP", "MASTER"))),
+        "hooks": sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()),
+    }
+    with open(f"{arguments.into}-{rank}", "w") as file:
+        json.dump(told, file)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write(source: str, name: str = "train.py") -> Path:
+    path = Path(name)
+    path.write_text(source)
+    return path
+
+
+def watched(source: str, *arguments: str, steps: int = 20, timeout_s: float = 120.0) -> tuple[Watched, float]:
+    began_s = time.monotonic()
+    told = watch(write(source), arguments, workers=2, steps=steps, timeout_s=timeout_s, in_place=False)
+    return told, time.monotonic() - began_s
+
+
+def test_a_script_computes_what_it_does_without_the_doctor(tmp_path: Path) -> None:
+    script = write(COMPUTES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    plain = [*launch, str(script), "--into", str(tmp_path / "plain")]
+    subprocess.run(plain, check=True, timeout=120, capture_output=True)
+    told = watch(script, ["--into", str(tmp_path / "watched")], workers=2, steps=100, timeout_s=120, in_place=False)
+    for rank in (0, 1):
+        files = [tmp_path / f"{name}-{rank}" for name in ("plain", "watched")]
+        without, under = (json.loads(file.read_text()) for file in files)
+        assert under == without
+    assert {finding.id for finding in told.findings if finding.level == "error"} <= set()
+    assert not [note for note in told.notes if "failed" in note]
+
+
+def test_a_hang_is_ended_and_told_with_both_places() -> None:
+    write("def report(dist, value):\n    dist.all_reduce(value)\n", "reporting.py")
+    told, took_s = watched(
+        GROUP
+        + "from reporting import report\n"
+        + "def main():\n    chief = rank == 0\n    value = torch.ones(1)\n    if chief:\n        report(dist, value)\n"
+        + "    dist.barrier()\nmain()\n"
+    )
+    assert took_s < 60
+    (finding,) = [finding for finding in told.findings if finding.level == "error"]
+    assert (finding.id, finding.path, finding.line) == ("rank-conditional-collective", "reporting.py", 2)
+    assert "rank 1 is at barrier (train.py:10)" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ("import os\nif rank == 1: os._exit(3)\ndist.barrier()\n", "rank 1 failed first: it left with exit code 3"),
+        (
+            "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()\n",
+            "rank 1 failed first: killed by signal 9",
+        ),
+        ("import not_there_at_all\n", "ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("print(input())\n", "EOFError"),
+    ],
+    ids=["os._exit", "SIGKILL", "missing import", "stdin"],
+)
+def test_who_failed_first_is_told(last: str, says: str) -> None:
+    told, took_s = watched(GROUP + last)
+    assert took_s < 60
+    assert any(says in note for note in told.notes), told.notes
+
+
+def test_endless_scripts_and_endless_output_are_ended() -> None:
+    told, took_s = watched(GROUP + "while True:\n    print('x' * 10_000)\n", timeout_s=20)
+    assert took_s < 40
+    assert any("time was up" in note for note in told.notes)
+
+
+def test_a_script_is_ended_after_enough_steps() -> None:
+    told, _ = watched(
+        GROUP
+        + "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        + "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        + "while True:\n    model(torch.ones(4, 2)).sum().backward()\n    optimizer.step()\n",
+        steps=5,
+    )
+    assert any("steps on each rank (--steps)" in note for note in told.notes)
+    assert not [finding for finding in told.findings if finding.level == "error"]
+
+
+def test_what_is_written_is_thrown_away(in_a_folder: Path) -> None:
+    (in_a_folder / "kept.txt").write_text("as it was")
+    (in_a_folder / "large.bin").write_bytes(bytes(400_000))
+    source = (
+        GROUP
+        + "import pathlib\nhere = pathlib.Path(__file__).parent\n"
+        + "if rank == 0:\n    open('kept.txt', 'a').write('changed')\n    torch.save(torch.ones(2), here / 'large.bin')\n"
+        + "    (here / 'new').mkdir()\n    assert open('kept.txt').read() == 'as it waschanged'\n"
+        + "dist.barrier()\ndist.destroy_process_group()\n"
+    )
+    told, _ = watched(source)
+    assert [note for note in told.notes if "failed" in note] == []
+    assert (in_a_folder / "kept.txt").read_text() == "as it was"
+    assert (in_a_folder / "large.bin").read_bytes() == bytes(400_000)
+    assert sorted(path.name for path in in_a_folder.iterdir()) == ["kept.txt", "large.bin", "train.py"]
+
+
+def test_ranks_that_start_ranks_are_told_at_once() -> None:
+    told, took_s = watched(
+        "import torch.multiprocessing as mp\ndef work(rank):\n    pass\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, nprocs=2)\n"
+    )
+    assert took_s < 60
+    assert [finding.id for finding in told.findings] == ["spawn-under-torchrun"]
+
+
+def test_a_script_for_gpus_runs_on_the_cpu() -> None:
+    told, _ = watched(
+        "import os, torch, torch.distributed as dist\nassert torch.cuda.is_available()\n"
+        "dist.init_process_group('nccl')\nlocal = int(os.environ['LOCAL_RANK'])\ntorch.cuda.set_device(local)\n"
+        "model = torch.nn.Linear(4, 1).cuda()\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local])\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nscaler = torch.amp.GradScaler('cuda')\n"
+        "for _ in range(2):\n    with torch.autocast('cuda'):\n"
+        "        loss = model(torch.ones(2, 4, device=f'cuda:{local}').to(local)).mean()\n"
+        "    optimizer.zero_grad()\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        "torch.cuda.synchronize()\ndist.destroy_process_group()\n"
+    )
+    assert told.notes == ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)
+    assert told.findings == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    write("import os, sys, time\nopen(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n", "child.py")
+    write(
+        "import os, subprocess, sys, time\nopen(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
+        "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])\ntime.sleep(600)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    family: list[psutil.Process] = []
+    doctor = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from pathlib import Path; from paceline.doctor.watching import watch;"
+            f"watch(Path('train.py'), [{str(pids)!r}], workers=2, steps=1, timeout_s=300, in_place=False)",
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        while len(list(pids.iterdir())) < 4:
+            assert time.monotonic() < deadline_s, "the ranks have not started"
+            time.sleep(0.05)
+        family = [psutil.Process(int(path.name)) for path in pids.iterdir()]
+        family += psutil.Process(doctor.pid).children(recursive=True)
+        os.kill(doctor.pid, number)
+        doctor.wait(30)
+        _, alive = psutil.wait_procs(set(family), timeout=20)
+        assert not alive
+    finally:
+        doctor.kill()
+        doctor.wait()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
