@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.cli.options import Parser
 from paceline.errors import EXIT_BAD_USAGE, EXIT_DONE, EXIT_FAILED, ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from paceline.doctor import Examination
 
 __all__ = ["doctor", "doctor_parser"]
 
@@ -93,15 +89,10 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> int:
     elif seen.looked:
         print(as_text(seen.findings, seen.notes))
     else:
-        _say_why_not(script, seen)
+        raise ConfigError(f"cannot look at {script}", found="; ".join(seen.notes), fix="Mend that first")
     if not seen.looked:
         return EXIT_BAD_USAGE
     return EXIT_FAILED if seen.sick else EXIT_DONE
-
-
-def _say_why_not(script: Path, seen: Examination) -> None:
-    for note in seen.notes:
-        print(f"paceline: error: cannot look at {script}: {note}", file=sys.stderr)
 
 
 def _script(given: Path | None) -> Path:
