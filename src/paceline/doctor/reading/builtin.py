@@ -43,15 +43,15 @@ _PER_PROCESS: Final = frozenset(
     "tempfile.mkdtemp tempfile.TemporaryDirectory tempfile.NamedTemporaryFile tempfile.mkstemp time.strftime".split()
 )
 _LISTING: Final = frozenset("os.listdir os.scandir glob.glob glob.iglob os.walk".split())
-_CORES: Final = frozenset("os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count".split())
+_CORES: Final = frozenset(
+    "os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count".split()
+)
 
 
 class Builtins(Objects):
     """Calls into Python itself."""
 
-    def builtin(
-        self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
-    ) -> Value | None:
+    def builtin(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value | None:
         """``None``: it is no such call."""
         short = name.removeprefix("builtins.")
         labels = labels_of([*arguments, *keywords.values()]) - {"graph"}
@@ -71,7 +71,9 @@ class Builtins(Objects):
             if known is None and short in ("int", "float", "bool", "str", "max", "min"):
                 return Value("unknown", labels, first.name)
             return Value("scalar" if known else "unknown", labels, first.name if len(arguments) == 1 else "", known)
-        method = getattr(self, f"_call_{short.replace('.', '_')}", None) if short == name.removeprefix("builtins.") else None
+        method = (
+            getattr(self, f"_call_{short.replace('.', '_')}", None) if short == name.removeprefix("builtins.") else None
+        )
         return method(arguments, keywords, node) if method is not None else None
 
     def _without_arguments(self, name: str) -> Value | None:
@@ -212,12 +214,15 @@ class Builtins(Objects):
     def _call_itertools_islice(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = arguments[0]
         bounds = [a.known for a in arguments[1:]]
-        length = combined(
-            lambda size, *b: len(range(*slice(*b).indices(size))), value.length, *bounds
-        )
+        length = combined(lambda size, *b: len(range(*slice(*b).indices(size))), value.length, *bounds)
         return Value(
             value.kind if value.kind in ("list", "loader", "lazy") else "unknown",
-            labels_of(arguments), value.name, fields=value.fields, items=value.items, code=value.code, length=length,
+            labels_of(arguments),
+            value.name,
+            fields=value.fields,
+            items=value.items,
+            code=value.code,
+            length=length,
         )
 
     def _call_itertools_cycle(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
@@ -229,7 +234,19 @@ def _freshened(value: Value, *, remove: set[str], add: set[str] | None = None) -
     labels = (labels_of((value,)) - remove) | (add or set())
     items = value.items
     if items is not None and remove:
-        items = [Value(i.kind, i.labels - remove, i.name, i.known, i.fields, i.items, code=i.code) if i.labels & remove else i for i in items]
+        items = [
+            Value(i.kind, i.labels - remove, i.name, i.known, i.fields, i.items, code=i.code)
+            if i.labels & remove
+            else i
+            for i in items
+        ]
     kind = "list" if value.kind in ("range", "unknown", "zip", "enumerate", "set") else value.kind
-    return Value(kind, labels, value.name, fields=value.fields, items=items if value.kind != "range" else None, code=value.code, length=value.length)
-
+    return Value(
+        kind,
+        labels,
+        value.name,
+        fields=value.fields,
+        items=items if value.kind != "range" else None,
+        code=value.code,
+        length=value.length,
+    )

@@ -144,13 +144,25 @@ class Calls(Effects):
             self.event(role, node, subject=receiver, arguments={"device": arguments[0]} if arguments else given)
             return result
         elif receiver.kind == "buffer" and name.endswith("_"):
-            self.event("buffer", node, name=receiver.name, subject=receiver, arguments={"value": Value(labels=labels_of(arguments))})
+            self.event(
+                "buffer",
+                node,
+                name=receiver.name,
+                subject=receiver,
+                arguments={"value": Value(labels=labels_of(arguments))},
+            )
         elif name == "set_epoch":
             self.event("set_epoch", node, subject=receiver, arguments={"epoch": arguments[0]} if arguments else given)
         elif name in ("glob", "iterdir", "rglob") and receiver.kind != "tensor":
             return Value("list", receiver.labels | {"listing", "some"}, items=[Value("path")])
         elif name == "save_pretrained":
-            self.event("save", node, name=name, subject=receiver, arguments={"obj": receiver, "f": next(iter(given.values()), NONE)})
+            self.event(
+                "save",
+                node,
+                name=name,
+                subject=receiver,
+                arguments={"obj": receiver, "f": next(iter(given.values()), NONE)},
+            )
         elif name in ("shuffle",) and arguments and receiver.kind == "generator":
             arguments[0].labels |= receiver.labels & VARYING | {"shuffled"}
         if receiver.kind == "generator":
@@ -288,7 +300,9 @@ class Calls(Effects):
             return Value("lazy", labels_of([*arguments, *keywords.values()]), function.name, code=(code, scope))
         return self._run(code, scope)[0]
 
-    def _run(self, code: Function, scope: Scope, on_yield: Callable[[Value], None] | None = None) -> tuple[Value, list[Value]]:
+    def _run(
+        self, code: Function, scope: Scope, on_yield: Callable[[Value], None] | None = None
+    ) -> tuple[Value, list[Value]]:
         """Walks a function's body; what it returns, and what it yields."""
         frame = Frame(scope, code.node, depth=len(self.levels), on_yield=on_yield)
         self.frames.append(frame)
@@ -313,9 +327,7 @@ class Calls(Effects):
         _, yielded = self._run(code, scope)
         return joined(yielded) if yielded else Value(labels=value.labels)
 
-    def _instantiate(
-        self, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
-    ) -> Value:
+    def _instantiate(self, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         kind, base = kind_of(cls)
         made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
         made.fields["__class__"] = cls
@@ -339,9 +351,7 @@ class Calls(Effects):
     def _named(self, cls: Value, arguments: list[Value], keywords: dict[str, Value]) -> dict[str, Value]:
         return {**{str(index): value for index, value in enumerate(arguments)}, **keywords}
 
-    def _without_init(
-        self, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]
-    ) -> None:
+    def _without_init(self, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
         """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
         annotated = [
             line.target.id
@@ -400,8 +410,9 @@ def _option(field: str, keywords: dict[str, Value]) -> Value:
     if action in ("store_true", "store_false"):
         return Value("unknown", frozenset({"config"}), "flag")
     if default.known is not None and not default.is_none:
-        return Value("scalar", default.labels | {"config"}, known=Known(default.known.points, None, assumed=True))
-    return Value("unknown", frozenset({"config"}) | default.labels)
+        hint = Known(default.known.points, None, assumed=True)
+        return Value("scalar", default.labels | {"config"}, f"--{field}", hint)
+    return Value("unknown", frozenset({"config"}) | default.labels, f"--{field}")
 
 
 def _bound_parameters(
@@ -444,4 +455,3 @@ def _returned(frame: Frame) -> Value:
         last = deciding[-1]
         result = picked(last.value, value, result) if last.holds else picked(last.value, result, value)
     return result
-

@@ -24,7 +24,7 @@ def unmatched(events: list[Event]) -> tuple[list[Event], tuple[Event, Event] | N
         names = [Counter(event.name for event in side) for side in sides]
         if names[0] == names[1]:
             for first, second in zip(*sides, strict=True):
-                if first.name != second.name and crossed is None:
+                if crossed is None and (first.name != second.name or _swapped(first, second, sides[1])):
                     crossed = first, second
             continue
         for side, other in ((sides[0], names[1]), (sides[1], names[0])):
@@ -35,6 +35,12 @@ def unmatched(events: list[Event]) -> tuple[list[Event], tuple[Event, Event] | N
                 else:
                     alone.append(event)
     return sorted(alone, key=lambda event: event.number), crossed
+
+
+def _swapped(first: Event, second: Event, others: list[Event]) -> bool:
+    """Whether one rank reduces here what the other reduces at another place."""
+    one, other = first.argument("tensor"), second.argument("tensor")
+    return one is not other and one is not None and any(event.argument("tensor") is one for event in others)
 
 
 def rank_conditional_collective(trace: Trace) -> Iterator[Finding]:
@@ -58,7 +64,8 @@ def rank_conditional_collective(trace: Trace) -> Iterator[Finding]:
         yield found(
             "collective-order-differs",
             first,
-            f"rank 0 calls {_last(first)} here while another rank calls {_last(second)} at line {second.line}",
+            "rank 0 comes to this collective while another rank comes to another one",
+            evidence=f"{first.source}, and line {second.line}: {second.source}",
         )
 
 

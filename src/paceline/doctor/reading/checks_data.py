@@ -146,7 +146,7 @@ def iterable_not_sharded(trace: Trace) -> Iterator[Finding]:
 
 
 def stale_epoch_in_workers(trace: Trace) -> Iterator[Finding]:
-    for loader, _ in trained_loaders(trace):
+    for loader in {id(event.subject): event.subject for event in trace.of("iterate")}.values():
         workers = loader.fields.get("num_workers", NONE).default
         if loader.fields.get("persistent_workers", NONE).only is not True or workers in (None, 0):
             continue
@@ -208,7 +208,9 @@ def skipped_after_an_exception(trace: Trace) -> Iterator[Finding]:
             continue
         loop = event.loops[-1] if event.loops else None
         if trace.any("wrap") and any(loop in e.loops for e in trace.of("backward")):
-            yield found("rank-local-skip", event, "a rank that meets an error here skips the step, and the others do not")
+            yield found(
+                "rank-local-skip", event, "a rank that meets an error here skips the step, and the others do not"
+            )
 
 
 def eval_padded_duplicates(trace: Trace) -> Iterator[Finding]:
@@ -255,7 +257,9 @@ def global_batch_grows(trace: Trace) -> Iterator[Finding]:
 def schedule_length_mismatch(trace: Trace) -> Iterator[Finding]:
     if not trace.any("wrap"):
         return
-    sharded = [loader for loader, _ in trained_loaders(trace) if any(s.name == DISTRIBUTED for s in samplers_of(loader))]
+    sharded = [
+        loader for loader, _ in trained_loaders(trace) if any(s.name == DISTRIBUTED for s in samplers_of(loader))
+    ]
     per_batch = {
         id(event.subject)
         for event in trace.of("schedule")

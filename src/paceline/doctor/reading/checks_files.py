@@ -50,7 +50,9 @@ def load_without_map_location(trace: Trace) -> Iterator[Finding]:
         return
     for event in trace.of("load"):
         if "map_location" not in event.arguments and "**" not in event.arguments and len(event.ranks) == 2:
-            yield found("load-without-map-location", event, "tensors are loaded to the device that they were saved from")
+            yield found(
+                "load-without-map-location", event, "tensors are loaded to the device that they were saved from"
+            )
 
 
 def module_prefix(trace: Trace) -> Iterator[Finding]:
@@ -67,7 +69,11 @@ def module_prefix(trace: Trace) -> Iterator[Finding]:
         ]
         if not states or strips:
             continue
-        plain = [load for load in loads if load.subject.kind == "module" and load.arguments.get("strict", NONE).only is not False]
+        plain = [
+            load
+            for load in loads
+            if load.subject.kind == "module" and load.arguments.get("strict", NONE).only is not False
+        ]
         same = [load for load in plain if _loaded_from(load, _path(event))]
         if same:
             yield found(
@@ -124,7 +130,9 @@ def resume_on_one_rank(trace: Trace) -> Iterator[Finding]:
         )
         trained = any(e.number > event.number for e in trace.of("backward"))
         if late and trained and not _sent_later(trace, event, subject) and not (sent and subject.kind == "optimizer"):
-            yield found("resume-on-one-rank", event, "only some ranks load this state, after the weights were made equal")
+            yield found(
+                "resume-on-one-rank", event, "only some ranks load this state, after the weights were made equal"
+            )
 
 
 def _sent_later(trace: Trace, event: Event, subject: Value) -> bool:

@@ -122,7 +122,8 @@ def world_size_mismatch(trace: Trace) -> Iterator[Finding]:
         size, rank = event.argument("world_size"), event.argument("rank")
         if event.spawned or size is None or rank is None or "environment" not in rank.labels:
             continue
-        if "world" not in size.labels and ("devices" in size.labels or isinstance(size.only, int)):
+        gpus = any(part in size.name for part in ("gpu", "device", "proc"))
+        if "world" not in size.labels and ("devices" in size.labels or isinstance(size.only, int) or gpus):
             yield found(
                 "world-size-mismatch",
                 event,
@@ -133,12 +134,23 @@ def world_size_mismatch(trace: Trace) -> Iterator[Finding]:
 def spawn_under_torchrun(trace: Trace) -> Iterator[Finding]:
     for event in trace.of("spawn"):
         count = event.argument("nprocs")
+        if not trace.any("init"):
+            continue
         inits = [other for other in trace.of("init") if other.number < event.number and not other.spawned]
         if inits or (count is not None and {"world", "environment"} <= count.labels):
             yield found(
                 "spawn-under-torchrun",
                 event,
                 "every rank of a launcher comes here and starts as many ranks again",
+            )
+        else:
+            yield found(
+                "spawn-under-torchrun",
+                event,
+                "this script starts its ranks itself: under a launcher each of its ranks would do so",
+                severity="advice",
+                confidence="possible",
+                fix="Start it with plain `python`, not with torchrun",
             )
 
 

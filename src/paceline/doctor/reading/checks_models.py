@@ -180,7 +180,9 @@ def _unread(trace: Trace, wrap: Event) -> Iterator[tuple[Value, str, bool]]:
         always = len(event.under) <= len(outer.under)
         called[id(event.subject)] = called.get(id(event.subject), False) or always
     for module in list(modules_in(_inner(wrap)))[:200]:
-        if module.kind != "module" or (not module.code and "some" not in module.labels and module.name != "torch.nn.ModuleList"):
+        if module.kind != "module" or (
+            not module.code and "some" not in module.labels and module.name != "torch.nn.ModuleList"
+        ):
             continue
         reads = trace.reads.get(id(module))
         if reads is None or (module.code and method_of(module, "forward") is None):
@@ -222,7 +224,7 @@ def parameters_used(trace: Trace) -> Iterator[Finding]:
                     wrap,
                     f"`static_graph=True`, but `self.{name}` takes part in some steps only",
                 )
-        if finds.only is True and not unread and _all_known(inner) and not _may_skip(trace, wrap):
+        if finds.only is True and not unread and not trace.any("checkpoint") and _all_known(inner) and not _may_skip(trace, wrap):
             yield found(
                 "find-unused-unneeded",
                 wrap,
@@ -230,13 +232,13 @@ def parameters_used(trace: Trace) -> Iterator[Finding]:
             )
 
 
-def _inside(trace: Trace, wrap: Event) -> Iterator[tuple[Event, Event]]:
+def _inside(trace: Trace, wrap: Event, role: str = "forward") -> Iterator[tuple[Event, Event]]:
     """Each module's forward within the wrapped model's, with that one."""
     outer: Event | None = None
-    for event in trace.of("forward"):
+    for event in trace.of("forward", "choose"):
         if not event.inside:
             outer = event if event.subject is wrap.result else None
-        elif outer is not None:
+        elif outer is not None and event.role == role:
             yield event, outer
 
 
@@ -267,6 +269,10 @@ def rank_dependent_graph(trace: Trace) -> Iterator[Finding]:
     for wrap in trace.of("wrap"):
         if wrap.arguments.get("find_unused_parameters", NONE).default is True:
             continue
+        for event, _ in _inside(trace, wrap, "choose"):
+            key = event.argument("key")
+            if key is not None and key.varies and _has_parameters(event.subject):
+                yield found("rank-dependent-graph", event, "which part of the model runs is not the same on all ranks")
         done: set[int] = set()
         for event, outer in _inside(trace, wrap):
             for condition in event.under[len(outer.under) :]:
@@ -300,19 +306,35 @@ def reentrant(trace: Trace) -> Iterator[Finding]:
     for event in trace.of("checkpoint"):
         if event.arguments.get("use_reentrant", NONE).only is True and event.line not in done:
             done.add(event.line)
-            yield found("reentrant-checkpoint", event, "reentrant checkpointing runs a backward of its own inside DDP's")
+            yield found(
+                "reentrant-checkpoint", event, "reentrant checkpointing runs a backward of its own inside DDP's"
+            )
             return
+
+
+_LAUNCHERS = frozenset("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers".split())
 
 
 def not_distributed(trace: Trace) -> Iterator[Finding]:
     steps = list(trace.of("step"))
+    if steps and trace.any("backward") and not trace.any("init", "wrap", "spawn", "process", "legacy"):
+        known = any(name.startswith("torch.distributed") or name.split(".")[0] in _LAUNCHERS for name in trace.names)
+        if not known and not trace.variables & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+            yield found(
+                "not-distributed",
+                steps[0],
+                "started as several ranks, each would train a model of its own: no process group is ever set up",
+                severity="advice",
+                confidence="possible",
+            )
     if not trace.any("init") or not steps or not trace.any("backward") or trace.any("wrap", "comm_hook"):
         return
     others = ("fsdp", "fully_shard", "deepspeed", "horovod", "accelerate", "lightning", "ShardedDataParallel", "tensor")
     if any(other in name.split(".") or other in name for name in trace.names for other in others[:-1]):
         return
     if reduces_gradients(trace) or any(
-        value.kind in ("parameter", "state_dict", "unknown", "tensor") and ("owner" in value.fields or value.kind == "parameter")
+        value.kind in ("parameter", "state_dict", "unknown", "tensor")
+        and ("owner" in value.fields or value.kind == "parameter")
         for event in trace.of("collective")
         for value in event.arguments.values()
     ):
@@ -343,7 +365,10 @@ def batch_norms(trace: Trace) -> Iterator[Finding]:
         inner = wrap.argument("module")
         norms = [part for part in modules_in(inner) if part.name.startswith("torch.nn.BatchNorm")]
         counts = [part for part in modules_in(inner) if part.kind == "buffer"]
-        synced = wrap.arguments.get("broadcast_buffers", NONE).default is not False
+        synced = _syncs_buffers(wrap) or any(
+            (tensor := e.argument("tensor")) is not None and tensor.kind == "tensor" and "owner" in tensor.fields
+            for e in trace.of("collective")
+        )
         if norms and not converted:
             yield found(
                 "batchnorm-unsynced",
@@ -361,11 +386,20 @@ def batch_norms(trace: Trace) -> Iterator[Finding]:
             )
 
 
+def _syncs_buffers(wrap: Event) -> bool:
+    switch = wrap.argument("forward_sync_buffers", "broadcast_buffers")
+    return switch is None or switch.default is not False
+
+
 def syncbn_on_cpu(trace: Trace) -> Iterator[Finding]:
     backends = {event.arguments["backend"].default for event in trace.of("init") if "backend" in event.arguments}
     if backends != {"gloo"} or trace.any("cuda", "set_device"):
         return
-    if any("cuda" in str(v.default) or v.kind == "device" or v.labels for e in trace.of("place") for v in e.arguments.values()):
+    if any(
+        "cuda" in str(v.default) or v.kind == "device" or v.labels
+        for e in trace.of("place")
+        for v in e.arguments.values()
+    ):
         return
     made = [event for event in trace.of("module") if event.name == "torch.nn.SyncBatchNorm"]
     for event in [*trace.of("convert"), *made]:
@@ -374,9 +408,7 @@ def syncbn_on_cpu(trace: Trace) -> Iterator[Finding]:
 
 
 def buffer_overwritten(trace: Trace) -> Iterator[Finding]:
-    if not trace.any("wrap") or any(
-        wrap.arguments.get("broadcast_buffers", NONE).default is False for wrap in trace.of("wrap")
-    ):
+    if not trace.any("wrap") or not all(_syncs_buffers(wrap) for wrap in trace.of("wrap")):
         return
     done: set[int] = set()
     for event in trace.of("buffer"):

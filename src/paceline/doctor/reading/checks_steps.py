@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.doctor.findings import Finding
 from paceline.doctor.reading.evidence import Step, found, local, modules_in, wrapped
 from paceline.doctor.reading.trace import Event, Loop, Trace
-from paceline.doctor.reading.values import STEPS, Value
+from paceline.doctor.reading.values import STEPS, VARYING, Value
 
 __all__ = ["CHECKS", "reduces_gradients"]
 
@@ -137,9 +137,7 @@ def _accumulates(trace: Trace, step: Event, loop: Loop, backwards: list[Event], 
     if not any("every-nth" in condition.value.labels for condition in own):
         return False
     first = backwards[0]
-    return not any(
-        all(any(c.value is other.value for other in first.under) for c in event.under) for event in zeroed
-    )
+    return not any(all(any(c.value is other.value for other in first.under) for c in event.under) for event in zeroed)
 
 
 def weighted(trace: Trace) -> Iterator[Finding]:
@@ -153,6 +151,15 @@ def weighted(trace: Trace) -> Iterator[Finding]:
                 "loss-scaled-by-world-size",
                 event,
                 "this loss is scaled by the world size, and DDP averages gradients over ranks already",
+            )
+        if "mean-of-some" in labels and labels & VARYING and "reduced" not in labels:
+            yield found(
+                "unequal-weight-average",
+                event,
+                "this loss is a mean over the targets that are not ignored, and DDP averages these means as if every "
+                "rank had as many",
+                severity="advice",
+                confidence="possible",
             )
         if "own-mean" in labels and "reduced" not in labels:
             yield found(

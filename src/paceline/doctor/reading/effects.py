@@ -35,7 +35,7 @@ class Effects(Builtins):
     def forward(self, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         """Calls a module. Its result carries which call it came from, to be found again in a loss."""
         if module.name.rpartition(".")[2] in MEAN_LOSSES:
-            return self._loss(module.fields.get("reduction"), [*arguments, *keywords.values()])
+            return self._loss(module.fields, [*arguments, *keywords.values()])
         event = self.event("forward", node, subject=module, arguments={**_numbered(arguments), **keywords})
         graph = frozenset({"graph"}) if event.with_grad else frozenset({"eval"})
         labels = labels_of([*arguments, *keywords.values()]) | graph
@@ -67,11 +67,14 @@ class Effects(Builtins):
             return result
         return None
 
-    def _loss(self, reduction: Value | None, parts: list[Value]) -> Value:
+    def _loss(self, options: dict[str, Value], parts: list[Value]) -> Value:
+        reduction, ignores = options.get("reduction"), "ignore_index" in options
         how = reduction.only if reduction is not None else "mean"
         labels = labels_of(parts) - {"sum", "mean"}
         if how in ("mean", "sum"):
             labels |= {how}
+        if how == "mean" and ignores:
+            labels |= {"mean-of-some"}
         return Value("tensor", labels)
 
     def batch(self, loader: Value, node: ast.AST) -> Value:
@@ -160,7 +163,9 @@ class Effects(Builtins):
                 return module
             case "copy.deepcopy":
                 value = arguments.get("x", Value())
-                return Value(value.kind, value.labels, value.name, value.known, dict(value.fields), value.items, code=value.code)
+                return Value(
+                    value.kind, value.labels, value.name, value.known, dict(value.fields), value.items, code=value.code
+                )
             case "torch.utils.data.random_split" | "sklearn.model_selection.train_test_split":
                 return self._split(name, arguments)
             case "torch.set_grad_enabled":
@@ -175,7 +180,13 @@ class Effects(Builtins):
             return self._module(name, dict(arguments))
         if known.makes in ("dataset", "sampler", "loader"):
             length = self._length(name, arguments, positional)
-            return Value(known.makes, labels & (VARYING | {"listing", "hash-order", "shuffled"}), name, fields=dict(arguments), length=length)
+            return Value(
+                known.makes,
+                labels & (VARYING | {"listing", "hash-order", "shuffled"}),
+                name,
+                fields=dict(arguments),
+                length=length,
+            )
         return Value(known.makes or "unknown", labels & VARYING, name, fields=dict(arguments))
 
     def _module(self, name: str, fields: dict[str, Value]) -> Value:
@@ -222,7 +233,7 @@ class Effects(Builtins):
         parent, _, last = name.rpartition(".")
         labels = labels_of([*positional, *keywords.values()]) - {"some", "open"}
         if parent == "torch.nn.functional" and last in MEAN_LOSSES:
-            return self._loss(keywords.get("reduction"), [*positional, *keywords.values()])
+            return self._loss(keywords, [*positional, *keywords.values()])
         if last in _DRAWS and parent == "torch":
             generator = keywords.get("generator")
             labels |= generator.labels & VARYING if generator is not None else self.seeds.get("torch", frozenset())
@@ -259,18 +270,41 @@ class Effects(Builtins):
         if name in ("size", "numel", "dim"):
             where = arguments[0].default if arguments else UNKNOWN
             length = value.length if where == 0 or (name == "numel" and of == "tensor") else None
-            own = frozenset({"size"}) if length is not None and length.only is not UNKNOWN else labels & {"rank"} | {"size"}
-            return Value("scalar" if length and name == "size" else "unknown", own, known=length if name == "size" else None)
-        if name.endswith("_") and not name.startswith("_") and of in ("tensor", "grad", "parameter", "buffer", "unknown"):
+            own = (
+                frozenset({"size"})
+                if length is not None and length.only is not UNKNOWN
+                else labels & {"rank"} | {"size"}
+            )
+            return Value(
+                "scalar" if length and name == "size" else "unknown", own, known=length if name == "size" else None
+            )
+        if (
+            name.endswith("_")
+            and not name.startswith("_")
+            and of in ("tensor", "grad", "parameter", "buffer", "unknown")
+        ):
             value.labels |= (labels | self.implied()) - {"graph"}
             return value
         if name in ("item", "tolist"):
             return Value("unknown", labels)
-        if name == "chunk" and value.length is not None and arguments:
-            parts = combined(lambda n, k: min(n, k) if n % k == 0 else UNKNOWN, value.length, arguments[0].known)
+        if name in ("chunk", "split") and value.length is not None and arguments:
+            count = _chunks if name == "chunk" else lambda n, k: -(-n // k)
+            parts = combined(count, value.length, arguments[0].known)
             return Value("list", labels | {"some"}, items=[Value("tensor", value.labels)], length=parts)
         kind = of if of in ("tensor", "batch") else "tensor" if of in ("grad", "parameter", "buffer") else "unknown"
-        keeps = name in ("clone", "detach", "float", "long", "cpu", "contiguous", "double", "half", "square", "abs", "int")
+        keeps = name in (
+            "clone",
+            "detach",
+            "float",
+            "long",
+            "cpu",
+            "contiguous",
+            "double",
+            "half",
+            "square",
+            "abs",
+            "int",
+        )
         return Value(kind, labels, length=value.length if keeps else None, fields={})
 
     # --- what ranks agree on, and how random numbers are seeded
@@ -349,6 +383,10 @@ def relabelled(value: Value, labels: frozenset[str], without: frozenset[str], de
     kind = "tensor" if value.kind in ("unknown", "scalar") else value.kind
     made = (value.labels - without) | (labels - without)
     return Value(kind, made, value.name, None, fields, items, options, value.code, value.length, value.line)
+
+
+def _chunks(length: int, parts: int) -> int:
+    return -(-length // -(-length // parts))
 
 
 def _numbered(values: list[Value]) -> dict[str, Value]:

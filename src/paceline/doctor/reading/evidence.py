@@ -84,9 +84,7 @@ def samplers_of(value: Value | None) -> Iterator[Value]:
 
 def trained_loaders(trace: Trace) -> list[tuple[Value, Event]]:
     """Each loader that is trained on, with the event that starts going through it."""
-    looped = {
-        id(loader) for event in trace.of("backward") for loop in event.loops for loader in loaders_in(loop.over)
-    }
+    looped = {id(loader) for event in trace.of("backward") for loop in event.loops for loader in loaders_in(loop.over)}
     by_hand = any(event.name == "iterate" for event in trace.of("iterate")) and trace.any("backward")
     pairs: list[tuple[Value, Event]] = []
     for event in trace.of("iterate"):
@@ -158,4 +156,3 @@ class Step:
             elif context.options[0 if point else 1].name == "no_sync":
                 return True
         return state
-

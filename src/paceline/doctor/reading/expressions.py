@@ -203,8 +203,7 @@ class Expressions(Machine):
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.evaluate(part) for part in (node.left, *node.comparators)]
         results = [
-            self._compared(op, left, right)
-            for op, left, right in zip(node.ops, values[:-1], values[1:], strict=True)
+            self._compared(op, left, right) for op, left, right in zip(node.ops, values[:-1], values[1:], strict=True)
         ]
         if len(results) == 1:
             return results[0]
@@ -381,6 +380,8 @@ class Expressions(Machine):
         first, *rest = generators
         over = self.evaluate(first.iter)
         lengths.append(over.length)
+        for loader in self.loaders(over):
+            self.event("iterate", first.iter, subject=loader)
         outer = self.frame.scope
         self.frame.scope = Scope({}, outer.module, outer)
         loop = Loop(self.number(), first.iter.lineno, over, count=_count(over))
@@ -438,7 +439,16 @@ def _count(over: Value) -> Value | None:
 
 def _is_rank(value: Value) -> bool:
     """Whether it is made of ranks and sizes only, and not known exactly: ``args.rank % ngpus``."""
-    alone = value.labels <= {"rank", "local_rank", "global_rank", "world", "devices", "modulo-devices", "environment", "config"}
+    alone = value.labels <= {
+        "rank",
+        "local_rank",
+        "global_rank",
+        "world",
+        "devices",
+        "modulo-devices",
+        "environment",
+        "config",
+    }
     return "rank" in value.labels and value.kind in ("unknown", "scalar") and alone
 
 
@@ -462,9 +472,7 @@ def _folded(known: list[Known | None], decided: list[bool | None], is_and: bool)
     if len(loops) > 1:
         return None
     steps = range(48) if loops else range(1)
-    points = tuple(
-        _decide((k.at(rank, step) for k in filled), is_and) for rank in range(RANKS) for step in steps
-    )
+    points = tuple(_decide((k.at(rank, step) for k in filled), is_and) for rank in range(RANKS) for step in steps)
     if all(point is UNKNOWN for point in points):
         return None
     return Known(points, next(iter(loops), None), any(k.assumed for k in filled))

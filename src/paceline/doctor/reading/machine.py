@@ -95,7 +95,9 @@ class Machine(ABC):
         self.spawned = False
         self.overrides: dict[str, Value] = {}
         self.forward_from = 0
-        self.seeds: dict[str, frozenset[str]] = {"numpy": frozenset({"rng"}), "python": frozenset({"rng"})}
+        self.seeds: dict[str, frozenset[str]] = {
+            stream: frozenset({"rng"}) for stream in ("torch", "numpy", "python")  # unseeded: another one each time
+        }
         self.steps_left = MAX_STEPS
         self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
         self._numbers = 0

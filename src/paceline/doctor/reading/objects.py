@@ -112,6 +112,8 @@ class Objects(Expressions):
         if value.kind == "module":
             for name in value.fields:
                 self.on_read(value, name, sure=False)
+            if self.inside:
+                self.event("choose", node, subject=value, arguments={"key": key})
             return joined(submodules(value)) if any(True for _ in submodules(value)) else Value("module")
         if key.kind == "slice":
             return self._sliced(value, key)
@@ -145,7 +147,11 @@ class Objects(Expressions):
             lambda size, start, stop, step: len(range(*slice(start, stop, step).indices(size))), value.length, *bounds
         )
         items = value.items
-        if items is not None and "some" not in value.labels and all(b is not None and b.only is not UNKNOWN for b in bounds):
+        if (
+            items is not None
+            and "some" not in value.labels
+            and all(b is not None and b.only is not UNKNOWN for b in bounds)
+        ):
             items = items[slice(*(bound.only for bound in bounds if bound is not None))]
         if value.kind == "scalar":
             return Value("scalar", labels)
@@ -190,7 +196,9 @@ class Objects(Expressions):
                 return [Value("tuple", items=parts)]
         if value.items is not None and "some" not in value.labels and 0 < len(value.items) <= MAX_UNROLLED:
             whole = value.length is not None and value.length.only == len(value.items)
-            if whole and all(item.known is not None or item.kind in ("tuple", "class", "function") for item in value.items):
+            if whole and all(
+                item.known is not None or item.kind in ("tuple", "class", "function") for item in value.items
+            ):
                 return list(value.items)
         return [self.element(value, node)]
 
@@ -207,7 +215,9 @@ class Objects(Expressions):
             for index in range(STEPS):
                 within = index if size is UNKNOWN else index % max(size, 1)
                 points.append(start + step * within if usable else UNKNOWN)
-        return Value("scalar", labels & VARYING & {"clock"}, "counter", Known(tuple(points), loop.number), line=loop.line)
+        return Value(
+            "scalar", labels & VARYING & {"clock"}, "counter", Known(tuple(points), loop.number), line=loop.line
+        )
 
     def element(self, value: Value, node: ast.AST) -> Value:
         """Any one of its elements."""
@@ -255,7 +265,9 @@ class Objects(Expressions):
 
     # --- what containers and strings do
 
-    def container_method(self, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value | None:
+    def container_method(
+        self, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value | None:
         """Of a list, dict or string; ``None`` if it is no such method."""
         first = arguments[0] if arguments else None
         if value.kind in ("list", "set") and name in ("append", "add", "insert", "extend", "update", "remove", "sort"):
@@ -265,7 +277,9 @@ class Objects(Expressions):
             return self._of_dict(value, name, first, arguments)
         if value.kind == "scalar" and isinstance(value.default, str):
             if name in ("split", "strip", "lower", "upper", "startswith", "endswith", "replace", "format", "rstrip"):
-                known = combined(lambda text, *rest: getattr(text, name)(*rest), value.known, *(a.known for a in arguments))
+                known = combined(
+                    lambda text, *rest: getattr(text, name)(*rest), value.known, *(a.known for a in arguments)
+                )
                 labels = labels_of((value, *arguments, *keywords.values()))
                 if known is not None and isinstance(known.points[0], list):
                     return Value("unknown", labels)
@@ -320,7 +334,9 @@ def _labelled(value: Value, labels: frozenset[str]) -> Value:
     """It, with more labels; the object itself, if it has them already or is one that has an identity."""
     if labels <= value.labels or value.kind in ("module", "ddp", "loader", "sampler", "either", "function"):
         return value
-    return Value(value.kind, value.labels | labels, value.name, value.known, value.fields, value.items, length=value.length)
+    return Value(
+        value.kind, value.labels | labels, value.name, value.known, value.fields, value.items, length=value.length
+    )
 
 
 def bound(method: Value, owner: Value) -> Value:

@@ -320,7 +320,9 @@ class Reader(Calls):
         with self.looping(loop):
             flow = once()
         changed = any(
-            name in before and before[name] is not value and not value.labels <= before[name].labels | {"graph"}
+            name in before
+            and before[name] is not value
+            and not value.labels <= before[name].labels | {"graph"}
             or (name in before and before[name] is not value and before[name].known != value.known)
             for name, value in self.frame.scope.names.items()
         ) or self._fields_changed(mark)
@@ -334,7 +336,10 @@ class Reader(Calls):
     def _fields_changed(self, mark: int) -> bool:
         names = self.frame.scope.names
         return any(
-            holder is not names and old is not None and (new := holder.get(key)) is not None and not new.labels <= old.labels
+            holder is not names
+            and old is not None
+            and (new := holder.get(key)) is not None
+            and not new.labels <= old.labels
             for holder, key, old in self._journal[mark:]
         )
 
@@ -516,4 +521,3 @@ def _yields(node: ast.AST) -> bool:
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             stack += ast.iter_child_nodes(child)
     return False
-
