@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from driving import paceline, result, start, write_tiny
+from driving import DEADLINE_S, Ended, paceline, result, start, write_tiny
 
 PUBLISHED = {
     "Llama 2 7B": (6_738_415_616, {"vocabulary": 32000, "width": 4096, "layers": 32, "heads": 32, "hidden": 11008}),
@@ -57,7 +59,83 @@ class Looks(Task):
         if self.reads == "loss":
             assert loss.item() >= 0
         return loss, len(batch[0])
+
+
+class Wrong(Looks):
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
+
+    def train_data(self):
+        if self.what == "data":
+            raise FileNotFoundError(2, "No such file or directory", "nowhere.bin")
+        return super().train_data()
+
+    def collate(self, samples):
+        return None if self.what == "nothing_to_take" else super().collate(samples)
+
+    def loss(self, model, batch):
+        if self.what == "own":
+            raise KeyError("mine")
+        loss = model(batch[0][:, :16] if self.what == "shapes" else batch[0]).square()
+        if self.what == "no_pair":
+            return loss.sum()
+        if self.what == "vector":
+            return loss.sum(1), len(loss)
+        return {"number": 1.0, "detached": loss.sum().detach()}[self.what], len(loss)
+
+
+class OddOne(Looks):
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
+
+    def loss(self, model, batch):
+        x = batch[0]
+        if self.what == "penalty":
+            x = x.detach().requires_grad_()
+            y = model(x)
+            slope, = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.sum() + slope.square().sum(), len(x)
+        if self.what == "teacher":
+            model.eval()
+            with torch.no_grad():
+                wanted = model(x)
+            return (model.train()(x) - wanted).square().sum(), len(x)
+        if self.what == "twice":
+            return (model(x) * model(2 * x)).sum(), len(x)
+        if self.what == "dropped":
+            model(x).sum()
+            return model(x).square().sum(), len(x)
+        if self.what == "hvp":
+            slopes = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+            return sum(slope.square().sum() for slope in slopes), len(x)
+        for block in reversed(model):
+            x = block(x)
+        return x.square().sum(), len(x)
 '''
+
+
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from paceline.cli import main
+
+ended = []
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    ended.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(ended))
+"""
+
+
+def plans(place: Path, *commands: list[str]) -> list[Ended]:
+    """Several commands in one process, which imports torch once; for what does not depend on the process."""
+    words = [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps([["plan", *command] for command in commands])]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return [Ended(code=code, out=out, err=err, time=0.0) for code, out, err in json.loads(done.stdout)]
 
 
 @pytest.fixture(scope="module")
@@ -145,24 +223,61 @@ def test_what_only_sharding_would_fit_is_named(place: Path) -> None:
     assert "not supported yet" in ended.error
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--memory", "-1"], "cannot use --memory: found '-1'"),
-        (["--memory", "many"], "need a number and a unit"),
-        (["--memory", "1e99"], "Write 24GiB"),
-        (["--memory", "24gigs"], "Did you mean 24GiB?"),
-        (["--memory"], "nothing behind it"),
-        (["--memroy", "1GiB"], "--memroy"),
-        (["-n", "9"], "need 1 <= workers <= lanes"),
-        (["--execution.memory", "lots"], "execution.memory"),
-        (["--execution.recompute", "[blocks.9]"], "no module 'blocks.9'"),
-        (["--execution.recompute", "sometimes"], "recompute"),
-    ],
-)
-def test_a_mistake_is_told_in_a_line(place: Path, words: list[str], said: str) -> None:
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--memory", "-1"], "cannot use --memory: found '-1'"),
+    (["--memory", "many"], "need a number and a unit"),
+    (["--memory", "1e99"], "Write 24GiB"),
+    (["--memory", "24gigs"], "Did you mean 24GiB?"),
+    (["--memory"], "nothing behind it"),
+    (["--memroy", "1GiB"], "--memroy"),
+    (["-n", "9"], "need 1 <= workers <= lanes"),
+    (["--execution.memory", "lots"], "execution.memory"),
+    (["--execution.recompute", "[blocks.9]"], "no module 'blocks.9'"),
+    (["--execution.recompute", "sometimes"], "recompute"),
+]
+
+
+def test_a_mistake_is_told_in_a_line(place: Path) -> None:
     config = write(place, "gpt", language(vocabulary=100, width=32, layers=2, context=32))
-    assert said in paceline("plan", str(config), *words, cwd=place).check(2).error
+    ended = plans(place, *([str(config), *words] for words, _ in MISTAKES))
+    for (_, said), each in zip(MISTAKES, ended, strict=True):
+        assert said in each.check(2).error
+
+
+WRONG = {
+    "nothing_to_take": "None from collate",
+    "no_pair": "a tensor alone",
+    "number": "a loss of type float",
+    "vector": "a loss of shape (2,)",
+    "detached": "a loss without a gradient",
+    "own": "KeyError: 'mine', at ",
+    "shapes": "mat1 and mat2 shapes cannot be multiplied (2x16 and 32x64), at ",
+    "data": "FileNotFoundError: ",
+}
+
+
+def test_a_mistake_in_a_task_is_told_once_with_its_cause_and_place(place: Path) -> None:
+    configs = [write(place, wrong, {"class_path": "mine.Wrong", "init_args": {"what": wrong}}) for wrong in WRONG]
+    for said, ended in zip(WRONG.values(), plans(place, *([str(config)] for config in configs)), strict=True):
+        assert said in ended.check(2).error
+        assert len(ended.err.splitlines()) == 1, ended.err  # and nothing of torch's
+
+
+ODD = ["penalty", "teacher", "twice", "dropped", "hvp", "reversed"]
+
+
+def test_a_task_that_differentiates_twice_or_runs_its_model_twice_is_planned(place: Path) -> None:
+    configs = [write(place, odd, {"class_path": "mine.OddOne", "init_args": {"what": odd}}) for odd in ODD]
+    for ended in plans(place, *([str(config), "-n", "1"] for config in configs)):
+        assert "3 blocks" in ended.check(0).out and "real" not in ended.out
+
+
+def test_no_data_is_prepared(place: Path) -> None:
+    prepare = {"source": "python-stdlib", "tokenizer": "bpe:300", "limit_bytes": 10000}
+    task = language(data="prepared", prepare=prepare, width=32, layers=2, context=32)
+    (ended,) = plans(place, [str(write(place, "unprepared", task)), "-n", "1"])
+    assert "2 blocks" in ended.check(0).out
+    assert not (place / "prepared").exists()
 
 
 def test_help_and_the_list_of_commands_know_it(place: Path) -> None:
@@ -170,24 +285,23 @@ def test_help_and_the_list_of_commands_know_it(place: Path) -> None:
     assert "plan [CONFIG]" in paceline("--help", cwd=place).check().out
 
 
-@pytest.mark.parametrize(
-    ("reads", "said"),
-    [("nothing", None), ("model", "The model was built for real"), ("loss", "Measured on real tensors")],
-)
-def test_a_task_of_ones_own_is_planned_whatever_it_reads(place: Path, reads: str, said: str | None) -> None:
-    config = write(place, "own", {"class_path": "mine.Looks", "init_args": {"reads": reads}})
-    ended = paceline("plan", str(config), "-n", "1", cwd=place).check(0)
-    assert "3 blocks" in ended.out
-    assert (said in ended.out) if said else "real" not in ended.out
+def test_a_task_of_ones_own_is_planned_whatever_it_reads(place: Path) -> None:
+    reads = {"nothing": None, "model": "The model was built for real", "loss": "Measured on real tensors"}
+    configs = [write(place, read, {"class_path": "mine.Looks", "init_args": {"reads": read}}) for read in reads]
     kept = 2 * 2 * 4 * (32 + 64 + 64)  # by two of the blocks, of two samples in float32, while the third one's is made
-    assert size_of(ended.out, "kept by blocks") * 2**20 == kept
+    for said, ended in zip(
+        reads.values(), plans(place, *([str(config), "-n", "1"] for config in configs)), strict=True
+    ):
+        assert "3 blocks" in ended.check(0).out
+        assert (said in ended.out) if said else "real" not in ended.out
+        assert size_of(ended.out, "kept by blocks") * 2**20 == kept
 
 
 def test_a_model_without_blocks_has_nothing_to_recompute(place: Path) -> None:
     config = write(place, "one", {"class_path": "mine.Looks", "init_args": {"blocks": 1}})
-    ended = paceline("plan", str(config), "-n", "1", cwd=place).check(0)
-    assert "0 blocks" in ended.out and "selective" not in ended.out
-    refused = paceline("plan", str(config), "--execution.recompute", "auto", cwd=place).check(2)
+    ended, refused = plans(place, [str(config), "-n", "1"], [str(config), "--execution.recompute", "auto"])
+    assert "0 blocks" in ended.check(0).out and "selective" not in ended.out
+    refused.check(2)
     assert "no repeated blocks" in refused.error
 
 
