@@ -61,7 +61,9 @@ def test_a_finding_says_where(tmp_path: Path) -> None:
 
 def test_nothing_is_run_or_imported(tmp_path: Path) -> None:
     trap = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
-    seen = looked_at(tmp_path, trap + "import helper\nfrom package import part\n" + FOUND, helper=trap, package__part=trap)
+    seen = looked_at(
+        tmp_path, trap + "import helper\nfrom package import part\n" + FOUND, helper=trap, package__part=trap
+    )
     assert ids(seen) == {"rank-conditional-collective"}
     assert not (tmp_path / "ran").exists()
     assert not {"helper", "package"} & set(sys.modules)
@@ -262,8 +264,8 @@ def test_ten_thousand_lines(tmp_path: Path) -> None:
         f"    if x.sum() > {i}:\n        return x\n    return f{i // 2}(x, model)"
         for i in range(1, 1500)
     )
-    began = time.monotonic()
+    began = time.process_time()
     seen = looked_at(tmp_path, f"def f0(x, model): return x\n{body}\nf1499(1, print)\n" + FOUND)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert seen.looked
     assert seen.findings or any("read in part" in note for note in seen.notes)

@@ -106,7 +106,9 @@ class Builtins(Objects):
         return Value("scalar" if known else "unknown", own, known=known)
 
     def _call_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
-        length = combined(lambda *bounds: len(range(*bounds)), *(a.known for a in arguments[:3]))
+        bounds = [bound.known for bound in arguments[:3]]
+        changing = any(bound is None or bound.loop is not None for bound in bounds)
+        length = None if changing else combined(lambda *parts: len(range(*parts)), *bounds)
         return Value("range", labels_of(arguments), items=arguments[:3], length=length)
 
     def _call_enumerate(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:

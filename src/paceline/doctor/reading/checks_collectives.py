@@ -18,7 +18,7 @@ def unmatched(events: list[Event]) -> tuple[list[Event], tuple[Event, Event] | N
     that match but in another order."""
     alone: list[Event] = []
     crossed: tuple[Event, Event] | None = None
-    for place in {event.loops for event in events}:
+    for place in dict.fromkeys(event.loops for event in events):
         here = [event for event in events if event.loops == place and event.on_some_ranks]
         sides = [[event for event in here if rank in event.ranks] for rank in (0, 1)]
         names = [Counter(event.name for event in side) for side in sides]

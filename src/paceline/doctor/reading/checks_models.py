@@ -181,7 +181,9 @@ def _unread(trace: Trace, wrap: Event) -> Iterator[tuple[Value, str, bool]]:
         called[id(event.subject)] = called.get(id(event.subject), False) or always
     for module in list(modules_in(_inner(wrap)))[:200]:
         if module.kind != "module" or (
-            not module.code and "some" not in module.labels and module.name != "torch.nn.ModuleList"
+            not module.code
+            and "some" not in module.labels
+            and module.name not in ("torch.nn.ModuleList", "torch.nn.ModuleDict")
         ):
             continue
         reads = trace.reads.get(id(module))
@@ -224,7 +226,13 @@ def parameters_used(trace: Trace) -> Iterator[Finding]:
                     wrap,
                     f"`static_graph=True`, but `self.{name}` takes part in some steps only",
                 )
-        if finds.only is True and not unread and not trace.any("checkpoint") and _all_known(inner) and not _may_skip(trace, wrap):
+        if (
+            finds.only is True
+            and not unread
+            and not trace.any("checkpoint")
+            and _all_known(inner)
+            and not _may_skip(trace, wrap)
+        ):
             yield found(
                 "find-unused-unneeded",
                 wrap,

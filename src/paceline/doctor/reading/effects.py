@@ -156,8 +156,7 @@ class Effects(Builtins):
                 return self._module(name, _numbered(positional))
             case "torch.nn.ModuleList" | "torch.nn.ModuleDict":
                 held = arguments.get("modules", Value())
-                items = held.items if held.items is not None else list(held.fields.values())
-                fields = _numbered(items)
+                fields = dict(held.fields) if held.items is None else _numbered(held.items)
                 module = self._module(name, fields)
                 module.length, module.labels = held.length, module.labels | (held.labels & {"some", "open"})
                 return module

@@ -14,11 +14,13 @@ from paceline.doctor.reading.values import (
     NONE,
     RANKS,
     UNKNOWN,
+    VARYING,
     Known,
     Value,
     combined,
     constant,
     joined,
+    labelled,
     labels_of,
     picked,
 )
@@ -131,6 +133,8 @@ class Expressions(Machine):
         labels = labels_of((left, right))
         if isinstance(op, ast.Add) and left.items is not None and right.items is not None:
             return Value(left.kind, labels, items=[*left.items, *right.items], length=_sum(left.length, right.length))
+        if isinstance(op, ast.Add) and left.kind in ("parameters", "buffers"):
+            return left
         if isinstance(op, ast.Mult) and left.items is not None:
             return Value(left.kind, labels, items=left.items, length=combined(operator.mul, left.length, right.known))
         if isinstance(op, ast.Div) and isinstance(left.default, str):
@@ -354,12 +358,13 @@ class Expressions(Machine):
     def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
         found: list[Value] = []
         lengths: list[Known | None] = []
-        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.elt)), lengths)
+        tests: list[Value] = []
+        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.elt)), lengths, tests)
         kind = "set" if isinstance(node, ast.SetComp) else "list"
         filtered = any(part.ifs for part in node.generators) or len(node.generators) > 1
         return Value(
             kind,
-            frozenset({"some"} if kind == "list" else {"some", "hash-order"}),
+            (labels_of(tests) & VARYING) | ({"some"} if kind == "list" else {"some", "hash-order"}),
             items=found,
             length=None if filtered else lengths[0],
         )
@@ -368,11 +373,15 @@ class Expressions(Machine):
 
     def _dictcomp(self, node: ast.DictComp) -> Value:
         found: list[Value] = []
-        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.value)), [])
+        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.value)), [], [])
         return Value("dict", labels_of(found) | {"open"}, fields={"*": found[0]} if found else {})
 
     def _comprehend(
-        self, generators: list[ast.comprehension], body: Callable[[], None], lengths: list[Known | None]
+        self,
+        generators: list[ast.comprehension],
+        body: Callable[[], None],
+        lengths: list[Known | None],
+        tests: list[Value],
     ) -> None:
         if not generators:
             body()
@@ -389,9 +398,8 @@ class Expressions(Machine):
             with self.looping(loop):
                 for element in self.elements(over, loop, first.iter)[:1]:
                     self.assign(first.target, element)
-                    for test in first.ifs:
-                        self.evaluate(test)
-                    self._comprehend(rest, body, lengths)
+                    tests += [self.evaluate(test) for test in first.ifs]
+                    self._comprehend(rest, body, lengths, tests)
         finally:
             self.frame.scope = outer
 
@@ -400,7 +408,7 @@ class Expressions(Machine):
 
     def _yield(self, node: ast.Yield) -> Value:
         value = self.evaluate(node.value) if node.value is not None else NONE
-        self.frame.yielded.append(value)
+        self.frame.yielded.append(labelled(value, self.implied(self.frame.depth)))
         if self.frame.on_yield is not None:
             self.frame.on_yield(value)
         return Value()

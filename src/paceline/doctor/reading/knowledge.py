@@ -268,7 +268,7 @@ METHODS["ddp"] = METHODS["module"]
 METHODS["parameter"] = METHODS["tensor"]
 
 KEPT = frozenset(
-    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script iter "
+    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script iter itertools.chain "
     "builtins.iter builtins.reversed builtins.list builtins.tuple".split()
 )
 """Calls that give what they are given, as far as this matters here."""

@@ -18,7 +18,7 @@ __all__ = ["Class", "Flow", "Frame", "Function", "Machine", "Scope"]
 Flow = Literal["return", "break", "continue", "raise", "exit"] | None
 """How a block ends: ``None``, it goes on behind it."""
 
-MAX_STEPS: Final = 150_000
+MAX_STEPS: Final = 60_000
 """How many expressions are evaluated, all together."""
 
 
@@ -96,7 +96,8 @@ class Machine(ABC):
         self.overrides: dict[str, Value] = {}
         self.forward_from = 0
         self.seeds: dict[str, frozenset[str]] = {
-            stream: frozenset({"rng"}) for stream in ("torch", "numpy", "python")  # unseeded: another one each time
+            stream: frozenset({"rng"})
+            for stream in ("torch", "numpy", "python")  # unseeded: another one each time
         }
         self.steps_left = MAX_STEPS
         self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
@@ -145,11 +146,9 @@ class Machine(ABC):
     def conditions(self) -> tuple[Condition, ...]:
         return tuple(condition for level in self.levels for condition in level)
 
-    def implied(self) -> frozenset[str]:
-        """What a value depends on because it is set here, under the present conditions."""
-        return frozenset(
-            label for level in self.levels for c in level if c.value.labels for label in c.value.labels & VARYING
-        )
+    def implied(self, depth: int = 0) -> frozenset[str]:
+        """What a value depends on because it is set here, under the present conditions; of those from ``depth`` on."""
+        return frozenset(label for level in self.levels[depth:] for c in level for label in c.value.labels & VARYING)
 
     def event(
         self,

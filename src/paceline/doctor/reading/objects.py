@@ -21,6 +21,7 @@ from paceline.doctor.reading.values import (
     combined,
     constant,
     joined,
+    labelled,
     labels_of,
 )
 
@@ -105,7 +106,7 @@ class Objects(Expressions):
                 default = value.fields.get("*") or Value(labels=value.labels - {"open"})
                 value.fields[name] = default
             return value.fields[name]
-        if value.kind == "module" and isinstance(key.only, int) and str(key.only) in value.fields:
+        if value.kind == "module" and isinstance(key.only, int | str) and str(key.only) in value.fields:
             held = value.fields[str(key.only)]
             self.on_read(value, str(key.only))
             return held
@@ -124,7 +125,7 @@ class Objects(Expressions):
             if (known := self._by_index(value, key)) is not None:
                 return known
         if value.items:
-            return _labelled(joined(value.items), key.labels)
+            return labelled(joined(value.items), key.labels)
         labels = labels_of((value, key)) - {"open"}
         if "size" in value.labels and "of" in value.fields and key.only == 0:
             return Value("scalar", value.labels, known=value.fields["of"].length)
@@ -204,20 +205,15 @@ class Objects(Expressions):
 
     def counter(self, loop: Loop, bounds: list[Value], labels: frozenset[str]) -> Value:
         """A loop's index: counts from its start, over and over."""
-        known = [bound.known for bound in bounds]
-        start = known[0].only if len(known) > 1 and known[0] else 0
-        step = known[2].only if len(known) > 2 and known[2] else 1
+        known = [bound.known.only if bound.known is not None else UNKNOWN for bound in bounds]
+        start, step = known[0] if len(known) > 1 else 0, known[2] if len(known) > 2 else 1
+        if not isinstance(start, int) or not isinstance(step, int):
+            return Value("unknown", labels, "counter", line=loop.line)
         count = loop.count.known if loop.count is not None else None
-        points: list[Any] = []
-        for rank in range(RANKS):
-            size = count.at(rank) if count is not None else UNKNOWN
-            usable = isinstance(start, int) and isinstance(step, int) and (size is UNKNOWN or isinstance(size, int))
-            for index in range(STEPS):
-                within = index if size is UNKNOWN else index % max(size, 1)
-                points.append(start + step * within if usable else UNKNOWN)
-        return Value(
-            "scalar", labels & VARYING & {"clock"}, "counter", Known(tuple(points), loop.number), line=loop.line
-        )
+        sizes = [count.at(rank) if count is not None and count.loop is None else UNKNOWN for rank in range(RANKS)]
+        rounds = [max(size, 1) if isinstance(size, int) else STEPS for size in sizes]
+        points = tuple(start + step * (index % size) for size in rounds for index in range(STEPS))
+        return Value("scalar", labels & VARYING & {"clock"}, "counter", Known(points, loop.number), line=loop.line)
 
     def element(self, value: Value, node: ast.AST) -> Value:
         """Any one of its elements."""
@@ -247,7 +243,7 @@ class Objects(Expressions):
             case "enumerate" | "zip" | "range":
                 return self.elements(value, Loop(self.number(), 0, value), node)[0]
         if value.items:
-            return _labelled(joined(value.items), value.labels - {"some", "open"})
+            return labelled(joined(value.items), value.labels - {"some", "open"})
         if isinstance(value.code, Class) and (method := method_of(value, "__iter__")) is not None:
             made = self.call(bound(method, value), [], {}, node)
             return self.element(made, node) if made is not value else Value(labels=labels_of((value,)))
@@ -328,15 +324,6 @@ class Objects(Expressions):
             case "copy":
                 return Value(value.kind, value.labels, fields=dict(value.fields))
         return None
-
-
-def _labelled(value: Value, labels: frozenset[str]) -> Value:
-    """It, with more labels; the object itself, if it has them already or is one that has an identity."""
-    if labels <= value.labels or value.kind in ("module", "ddp", "loader", "sampler", "either", "function"):
-        return value
-    return Value(
-        value.kind, value.labels | labels, value.name, value.known, value.fields, value.items, length=value.length
-    )
 
 
 def bound(method: Value, owner: Value) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable
 from typing import Final
 
@@ -11,7 +12,7 @@ from paceline.doctor.reading.machine import Class, Flow, Frame, Function, Scope
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
 from paceline.doctor.reading.program import Module
 from paceline.doctor.reading.trace import Loop
-from paceline.doctor.reading.values import NONE, UNKNOWN, Value, constant, labels_of
+from paceline.doctor.reading.values import NONE, Value, combined, constant, labels_of
 
 __all__ = ["Reader"]
 
@@ -223,8 +224,8 @@ class Reader(Calls):
         test = Value("unknown", labels_of((subject,)))
         if isinstance(first.pattern, ast.MatchValue):
             value = self.evaluate(first.pattern.value)
-            if subject.only is not UNKNOWN and value.only is not UNKNOWN:
-                test = constant(subject.only == value.only)
+            known = combined(operator.eq, subject.known, value.known)
+            test = Value("scalar" if known else "unknown", test.labels, known=known)
         elif isinstance(first.pattern, ast.MatchAs) and first.pattern.pattern is None and first.guard is None:
             test = constant(True)
             if first.pattern.name is not None:

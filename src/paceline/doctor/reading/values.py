@@ -26,6 +26,7 @@ __all__ = [
     "combined",
     "constant",
     "joined",
+    "labelled",
     "labels_of",
     "picked",
 ]
@@ -208,6 +209,15 @@ def labels_of(values: Iterable[Value], depth: int = 4) -> frozenset[str]:
             inner = [*(value.items or ()), *value.options, *(value.fields.values() if value.kind == "dict" else ())]
             found |= labels_of(inner[:64], depth - 1)
     return frozenset(found)
+
+
+def labelled(value: Value, labels: frozenset[str]) -> Value:
+    """It, with more labels; the object itself, if it has them already or is one that has an identity."""
+    if labels <= value.labels or value.kind in ("module", "ddp", "loader", "sampler", "either", "function"):
+        return value
+    return Value(
+        value.kind, value.labels | labels, value.name, value.known, value.fields, value.items, length=value.length
+    )
 
 
 def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:

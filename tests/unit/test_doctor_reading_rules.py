@@ -1,4 +1,4 @@
-"""The static pass finds each mistake in styles of its own: functions, classes, other names, helpers, two arms."""
+"""Each rule of the static pass: wrong scripts in many styles, and right ones that look like them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,9 @@ stop()
                 self.step(0, images, labels)
         stop()
 """),
-        "function": script(LOOP + """
+        "function": script(
+            LOOP
+            + """
 def main():
     rank, local, world = start()
     model = DistributedDataParallel(Net().to(local))
@@ -193,7 +195,8 @@ def main():
     train(model, loader, torch.optim.SGD(model.parameters(), 0.1), DistributedSampler(data), 3, local)
     stop()
 main()
-"""),
+"""
+        ),
     },
     "sampler-seed-differs": {
         "seed by environment": script("""
@@ -324,7 +327,9 @@ stop()
 """),
     },
     "rng-identical-across-ranks": {
-        "dropout in a block": script(LOOP + """
+        "dropout in a block": script(
+            LOOP
+            + """
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -341,7 +346,8 @@ sampler = DistributedSampler(data)
 model = DistributedDataParallel(Block().to(local))
 train(model, tud.DataLoader(data, 4, sampler=sampler), torch.optim.SGD(model.parameters(), 0.1), sampler, 2, local)
 stop()
-"""),
+"""
+        ),
     },
     "uneven-inputs": {
         "steps by rank": job("""
@@ -1318,24 +1324,485 @@ if torch.cuda.device_count() > 1:
 """,
     },
     "global-batch-grows": {
-        "numbers": script(LOOP + """
+        "numbers": script(
+            LOOP
+            + """
 rank, local, world = start()
 data = Pictures(sorted(os.listdir("a")))
 order = DistributedSampler(data)
 model = DistributedDataParallel(Net().to(local))
 train(model, tud.DataLoader(data, 64, sampler=order), torch.optim.SGD(model.parameters(), lr=0.1), order, 3, local)
 stop()
-"""),
+"""
+        ),
     },
+}
+
+RIGHT = {
+    "trainer": job("    pass\n"),
+    "endless iterator that tells the epoch": script("""
+def forever(loader, sampler):
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+rank, local, world = start()
+torch.manual_seed(0)
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+loader = tud.DataLoader(data, 64 // world, sampler=sampler)
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+batches = forever(loader, sampler)
+for step in range(10_000):
+    x, y = next(batches)
+    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    "one epoch by default": script("""
+parser = argparse.ArgumentParser()
+parser.add_argument("--shuffle", action="store_true")
+args = parser.parse_args()
+rank, local, world = start()
+data = Pictures(sorted(os.listdir("a")))
+loader = tud.DataLoader(data, 64 // world, sampler=DistributedSampler(data, shuffle=False))
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(3):
+    for x, y in loader:
+        opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    "a share of its own": script("""
+class Shard(Pictures):
+    def __init__(self, files, rank, world):
+        super().__init__(files[rank::world])
+
+rank, local, world = start()
+loader = tud.DataLoader(Shard(sorted(os.listdir("a")), rank, world), 64 // world, shuffle=True, drop_last=True)
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(3):
+    for x, y in loader:
+        opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    "a stream that is dealt out": script("""
+class Lines(tud.IterableDataset):
+    def __iter__(self):
+        info = tud.get_worker_info()
+        number, total = (info.id, info.num_workers) if info else (0, 1)
+        share = dist.get_rank() * total + number
+        for index in range(1000):
+            if index % (total * dist.get_world_size()) == share:
+                yield torch.zeros(4), 0
+
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in tud.DataLoader(Lines(), batch_size=4, num_workers=2):
+    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+stop()
+"""),
+    "files shuffled alike": script("""
+rank, local, world = start()
+files = sorted(os.listdir("a"))
+random.Random(0).shuffle(files)
+random.seed(0); random.shuffle(files)
+train, held = tud.random_split(Pictures(files), [90, 10], generator=torch.Generator().manual_seed(42))
+sampler = DistributedSampler(train, seed=5)
+stop()
+"""),
+    "accumulates": job("""
+    def step(self, step, images, labels):
+        last = (step + 1) % 4 == 0
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            loss = self.criterion(self.model(images), labels) / 4
+            loss.backward()
+        if last:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""),
+    "accumulates in two arms": job("""
+    def micro(self, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        (loss * (1.0 / self.accumulate)).backward()
+
+    def step(self, step, images, labels):
+        if (step + 1) % 8 != 0:
+            with self.model.no_sync():
+                self.micro(images, labels)
+        else:
+            self.micro(images, labels)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""),
+    "accumulates in an inner loop": script("""
+parser = argparse.ArgumentParser()
+parser.add_argument("--micro", type=int, default=4)
+args = parser.parse_args()
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(100):
+    opt.zero_grad()
+    for micro in range(args.micro):
+        context = model.no_sync if micro < args.micro - 1 else contextlib.nullcontext
+        with context():
+            loss = F.cross_entropy(model(torch.zeros(4)), torch.zeros(1)) / args.micro
+            loss.backward()
+    opt.step()
+stop()
+"""),
+    "two losses": job("""
+    def step(self, step, images, labels):
+        self.optimizer.zero_grad()
+        out = self.model(images)
+        F.cross_entropy(out, labels).backward(retain_graph=True)
+        F.mse_loss(out, labels).backward()
+        self.optimizer.step()
+"""),
+    "tokens counted over all": job("""
+    def step(self, step, images, labels):
+        losses = F.cross_entropy(self.model(images), labels, reduction="sum")
+        tokens = (labels != 0).sum()
+        dist.all_reduce(tokens)
+        loss = losses * self.world / tokens
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    "a bad loss is everybody's": job("""
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        bad = (~torch.isfinite(loss)).float()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bad.item() > 0:
+            return
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    "stops together": job("""
+    def run(self, epochs):
+        best, bad = None, 0
+        for epoch in range(epochs):
+            total = torch.zeros(1, device=self.local)
+            for images, labels in self.batches(epoch):
+                self.step(0, images, labels)
+                with torch.no_grad():
+                    total += self.criterion(self.net(images), labels)
+            dist.all_reduce(total)
+            if best is None or total.item() < best:
+                best, bad = total.item(), 0
+            else:
+                bad += 1
+            if bad > 3:
+                break
+        stop()
+"""),
+    "rank 0 decides and tells": job("""
+    def run(self, epochs):
+        for epoch in range(epochs):
+            for images, labels in self.batches(epoch):
+                self.step(0, images, labels)
+            enough = torch.zeros(1, device=self.local)
+            if self.is_main() and time.time() > 1e9:
+                enough += 1
+            dist.broadcast(enough, src=0)
+            if enough.item():
+                break
+        stop()
+"""),
+    "rank 0 evaluates the module": job("""
+    def done(self, epoch):
+        if self.is_main():
+            self.model.eval()
+            data = Pictures(sorted(os.listdir("val")))
+            right = 0
+            with torch.no_grad():
+                for images, labels in tud.DataLoader(data, 8):
+                    right += (self.model.module(images).argmax(1) == labels).sum().item()
+            print(epoch, right / len(data))
+            self.model.train()
+        dist.barrier()
+"""),
+    "all evaluate and reduce": job("""
+    @torch.inference_mode()
+    def done(self, epoch):
+        data = Pictures(sorted(os.listdir("val")))
+        loader = tud.DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False, drop_last=True))
+        counts = torch.zeros(2, device=self.local)
+        self.model.eval()
+        for images, labels in loader:
+            counts[0] += (self.model(images).argmax(1) == labels).sum()
+            counts[1] += len(labels)
+        dist.all_reduce(counts)
+        self.model.train()
+        if self.is_main():
+            print(f"{epoch}: {counts[0] / counts[1]:.3f}")
+"""),
+    "saves, waits and loads": job("""
+    def done(self, epoch):
+        path = f"epoch{epoch}.pt"
+        if self.is_main():
+            torch.save({"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+        dist.barrier()
+        state = torch.load(path, map_location=f"cuda:{self.local}", weights_only=True)
+        self.model.module.load_state_dict(state["model"])
+"""),
+    "each rank its own file": job("""
+    def done(self, epoch):
+        torch.save(torch.get_rng_state(), os.path.join("rng", "rank%d.pt" % self.rank))
+"""),
+    "wrapped keys go back into the wrapper": job("""
+    def done(self, epoch):
+        if dist.get_rank() == 0:
+            torch.save(self.model.state_dict(), "last.pt")
+        dist.barrier()
+        self.model.load_state_dict(torch.load("last.pt", map_location="cpu"))
+"""),
+    "gathers with its own part": job("""
+    def step(self, step, images, labels):
+        z = F.normalize(self.model(images), dim=-1)
+        pool = [torch.zeros_like(z) for _ in range(self.world)]
+        dist.all_gather(pool, z)
+        pool[self.rank] = z
+        loss = F.cross_entropy(z @ torch.cat(pool).T, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    "gathers with gradients": job("""
+    def step(self, step, images, labels):
+        from torch.distributed.nn.functional import all_gather
+        z = self.model(images)
+        loss = F.cross_entropy(z @ torch.cat(all_gather(z)).T, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    "a teacher": job("""
+    def run(self, epochs):
+        import copy
+        self.teacher = copy.deepcopy(self.net).eval()
+        for p in self.teacher.parameters():
+            p.requires_grad_(False)
+        super().run(epochs)
+
+    def step(self, step, images, labels):
+        with torch.no_grad():
+            target = self.teacher(images).softmax(-1)
+        loss = F.kl_div(self.model(images).log_softmax(-1), target, reduction="batchmean")
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""),
+    "two networks": script("""
+rank, local, world = start()
+torch.manual_seed(rank)
+fake, real = (DistributedDataParallel(Net().to(local), device_ids=[local]) for _ in range(2))
+a, b = torch.optim.Adam(fake.parameters()), torch.optim.Adam(real.parameters())
+data = Pictures(sorted(os.listdir("a")))
+sampler = DistributedSampler(data)
+for epoch in range(9):
+    sampler.set_epoch(epoch)
+    for x, _ in tud.DataLoader(data, 8, sampler=sampler):
+        for p in real.parameters():
+            p.requires_grad = True
+        b.zero_grad(); (real(x).mean() - real(fake(x).detach()).mean()).backward(); b.step()
+        for p in real.parameters():
+            p.requires_grad = False
+        a.zero_grad(); (-real(fake(x)).mean()).backward(); a.step()
+stop()
+"""),
+    "frozen before the wrap": script("""
+rank, local, world = start()
+net = Net()
+for p in net.body.parameters():
+    p.requires_grad = False
+net.head = nn.Linear(8, 100)
+model = DistributedDataParallel(net.to(local))
+opt = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    "averages by hand": script("""
+rank, local, world = start()
+torch.manual_seed(rank)
+net = Net().to(local)
+for t in list(net.parameters()) + list(net.buffers()):
+    dist.broadcast(t.data, src=0)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); F.cross_entropy(net(torch.zeros(4)), torch.zeros(1)).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad); p.grad.div_(world)
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    opt.step()
+stop()
+"""),
+    "heads of tasks": script("""
+class Tasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+
+    def forward(self, x, task):
+        return self.heads[task](self.body(x))
+
+rank, local, world = start()
+model = DistributedDataParallel(Tasks().to(local), find_unused_parameters=True)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(9):
+    opt.zero_grad(); model(torch.zeros(4), "ab"[step % 2]).sum().backward(); opt.step()
+stop()
+"""),
+    "downloads once": script("""
+from torchvision import datasets
+rank, local, world = start()
+if local == 0:
+    datasets.CIFAR10("data", download=True)
+dist.barrier()
+train = datasets.CIFAR10("data", download=False)
+held = datasets.CIFAR10("data", train=False, download=rank == 0)
+stop()
+"""),
+    "starts its own ranks": """
+import os
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def setup(rank, world):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    torch.cuda.set_device(rank)
+
+def demo(rank, world):
+    setup(rank, world)
+    model = DDP(nn.Linear(10, 5).to(rank), device_ids=[rank])
+    opt = torch.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(10):
+        opt.zero_grad()
+        nn.functional.mse_loss(model(torch.randn(20, 10)), torch.randn(20, 5).to(rank)).backward()
+        opt.step()
+    path = os.path.join("/tmp", "model.checkpoint")
+    if rank == 0:
+        torch.save(model.state_dict(), path)
+    dist.barrier()
+    model.load_state_dict(torch.load(path, map_location={"cuda:0": f"cuda:{rank}"}))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    world = torch.cuda.device_count()
+    mp.spawn(demo, args=(world,), nprocs=world, join=True)
+""",
+    "on a cluster": script("""
+import subprocess
+rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+os.environ["MASTER_ADDR"] = subprocess.getoutput("scontrol show hostnames").split()[0]
+os.environ["MASTER_PORT"] = "29500"
+dist.init_process_group("nccl", rank=rank, world_size=world)
+local = rank % torch.cuda.device_count()
+torch.cuda.set_device(local)
+model = DistributedDataParallel(Net().to(local), device_ids=[local])
+stop()
+"""),
+    "somebody else wraps it": """
+import torch
+from accelerate import Accelerator
+from torch import nn
+accelerator = Accelerator()
+net = nn.Linear(2, 2)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), shuffle=True)
+net, opt, loader = accelerator.prepare(net, opt, loader)
+for epoch in range(3):
+    for (x,) in loader:
+        opt.zero_grad(); accelerator.backward(net(x).sum()); opt.step()
+        accelerator.print(epoch)
+""",
+    "sharded parameters": script("""
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+rank, local, world = start()
+model = FSDP(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    "batch norm where there is a GPU": script("""
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+if torch.cuda.is_available():
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net).cuda()
+model = DistributedDataParallel(net)
+stop()
+"""),
+    "counts in a plain attribute": script("""
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.register_buffer("steps", torch.zeros(()))
+        self.rows = 0
+
+    def forward(self, x):
+        self.rows += len(x)
+        self.steps += 1
+        return self.fc(x)
+
+rank, local, world = start()
+model = DistributedDataParallel(Counted().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    "uneven, and joined": script("""
+rank, local, world = start()
+model = DistributedDataParallel(Net().to(local))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+with model.join():
+    for index in range(100 + rank):
+        opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    "schedules what it takes": job("""
+    def run(self, epochs):
+        steps = epochs * len(self.loader)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=steps)
+        for epoch in range(epochs):
+            self.sampler.set_epoch(epoch)
+            for images, labels in self.loader:
+                self.step(0, images, labels)
+                self.schedule.step()
+        stop()
+"""),
+    "tracks on rank 0": job("""
+    def run(self, epochs):
+        import wandb
+        if self.is_main():
+            wandb.init(project="nets")
+        wandb_mode = wandb.init(mode="disabled" if self.rank else "online")
+        super().run(epochs)
+"""),
 }
 
 ONLY_IN_A_RUN = {"replicas-diverged"}
 """What no source tells: any cause, seen as a difference between replicas."""
 
 
-@pytest.mark.parametrize(
-    ("rule", "style"), [(rule, style) for rule, styles in WRONG.items() for style in styles]
-)
+@pytest.mark.parametrize(("rule", "style"), [(rule, style) for rule, styles in WRONG.items() for style in styles])
 def test_finds(rule: str, style: str, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(WRONG[rule][style])
@@ -1354,3 +1821,12 @@ ALSO = {
 
 def test_every_rule_has_wrong_scripts() -> None:
     assert set(WRONG) == set(RULES) - ONLY_IN_A_RUN
+
+
+@pytest.mark.parametrize("style", RIGHT)
+def test_silent(style: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(RIGHT[style])
+    seen = read(path)
+    assert [(f.id, f.line, f.message) for f in seen.findings if f.level != "advice"] == []
+    assert len(seen.findings) <= 1
