@@ -20,7 +20,7 @@ _SAYS: tuple[tuple[str, str, str], ...] = (
     (r"mutually exclusive with shuffle", "shuffle-with-sampler", "DataLoader refuses `shuffle=True` beside a sampler"),
     (r"SyncBatchNorm expected input tensor to be on", "syncbn-on-cpu", "SyncBatchNorm refuses tensors on the CPU"),
     (
-        r"training graph has changed|static_graph|static graph",
+        r"training graph has changed",
         "static-graph-changes",
         "static_graph=True, and the graph changes",
     ),
@@ -28,11 +28,6 @@ _SAYS: tuple[tuple[str, str, str], ...] = (
         r"Expected to have finished reduction in the prior iteration",
         "unused-parameters",
         "DDP waits for gradients of parameters that took no part in the loss",
-    ),
-    (
-        r"ready only once|ready twice",
-        "reentrant-checkpoint",
-        "a parameter was marked ready twice in one backward under DDP",
     ),
     (
         r"expects same model across all ranks|appears not to match",

@@ -113,8 +113,8 @@ def notes(run: Run) -> Iterator[str]:
     """What the run could not show, and why."""
     taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)
     failure = checks_errors.first_failure(run)
-    for record in run.all("note"):
-        yield record["text"]
+    if (fault := next(run.all("fault"), None)) is not None:
+        yield f"a part of the doctor itself failed in rank {fault.rank}, and looked no further: {fault['text']}"
     if run.stopped == "steps":
         yield f"the run was ended after {taken} optimizer steps on each rank (--steps)"
     elif run.stopped == "time":
@@ -143,7 +143,9 @@ def wants_gpus(run: Run) -> bool:
 
 def _ending(account: Account) -> str:
     code = account.code or 0
-    return f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
+    last = account.tail.strip().rpartition("\n")[2][:200]
+    how = f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
+    return f"{how}; its last line: {last}" if last else how
 
 
 def _once(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ KINDS: dict[str, str] = {
     "begin": "the rank is there: pid, thread (identifier of its main thread)",
     "end": "the script has come to its end: code, initialized (whether the process group is still there)",
     "error": "an exception has left the script: type, text",
-    "note": "a sentence for the user: text",
     "fault": "a hook has failed, and tells nothing: text",
     "sleep": "time.sleep of seconds",
     "env": "a launcher's variable was set: key, before, after",

@@ -55,12 +55,9 @@ def watch_files(recorder: Recorder) -> None:
     def guarded(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("open", "urllib.Request") and not busy:
             busy.append(True)
-            try:
+            with recorder.unnoticed():
                 hook(event, arguments)
-            except Exception:
-                recorder.tell("fault", text=f"files: {sys.exc_info()[1]}", places=())
-            finally:
-                busy.pop()
+            busy.pop()
 
     busy: list[bool] = []
     sys.addaudithook(guarded)

@@ -16,6 +16,7 @@ those inside of it are torch's own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -133,12 +134,8 @@ def _wrapped(recorder: Recorder, function: Callable[..., Any], row: Hooked) -> C
 
 
 def _advance(recorder: Recorder, step: Callable[[], Any]) -> bool:
-    """Whether the hook goes on. A hook's own failure ends the hook, not the script."""
-    try:
+    """Whether the hook goes on."""
+    with recorder.unnoticed(), contextlib.suppress(StopIteration):
         step()
-    except StopIteration:
-        return False
-    except Exception as error:
-        recorder.tell("fault", text=f"{type(error).__name__}: {error}", places=())
-        return False
-    return True
+        return True
+    return False

@@ -45,12 +45,11 @@ def watch_steps(recorder: Recorder) -> None:
     optimizer_module = sys.modules["torch.optim.optimizer"]
 
     def before(optimizer: Any, _: Any, __: Any) -> None:
-        try:
-            outermost = not _running
-            _running.append(_tell(recorder, optimizer) if outermost else 0)
-        except Exception as error:
-            _running.append(0)
-            recorder.tell("fault", text=f"{type(error).__name__}: {error}")
+        outermost = not _running  # a wrapper's step calls that of the optimizer inside
+        _running.append(0)
+        if outermost:
+            with recorder.unnoticed():
+                _running[-1] = _tell(recorder, optimizer)
 
     def after(_: Any, __: Any, ___: Any) -> None:
         if _running and (number := _running.pop()):

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,6 +54,14 @@ class Recorder:
     def done(self, number: int, *, failed: bool = False, **facts: Any) -> None:
         """What was told as `number` is over."""
         self._send(kind="failed" if failed else "done", of=number, facts=facts)
+
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """What is raised inside is told as a ``fault``, and goes no further: looking on must not be noticed."""
+        try:
+            yield
+        except Exception as error:
+            self.tell("fault", text=f"{type(error).__name__}: {error}", places=())
 
     def places(self) -> tuple[Place, ...]:
         """The user's lines that this thread is in, innermost first."""

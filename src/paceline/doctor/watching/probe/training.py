@@ -172,7 +172,8 @@ def watch_modules(recorder: Recorder) -> None:
             return
         if replicas.calling:
             if replicas.before:
-                _tell_overwritten(recorder, own, module)
+                with recorder.unnoticed():
+                    _tell_overwritten(recorder, own, module)
             return
         if torch.is_grad_enabled() and next(told) < _AROUND:
             recorder.tell("around", ddp=own, module=type(module).__name__, training=module.training)
