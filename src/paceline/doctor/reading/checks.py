@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.reading import (
+    checks_buffers,
     checks_collectives,
     checks_data,
     checks_files,
+    checks_graph,
     checks_launch,
     checks_models,
     checks_steps,
@@ -21,6 +23,8 @@ CHECKS: tuple[Callable[[Trace], Iterator[Finding]], ...] = (
     *checks_data.CHECKS,
     *checks_steps.CHECKS,
     *checks_models.CHECKS,
+    *checks_graph.CHECKS,
+    *checks_buffers.CHECKS,
     *checks_collectives.CHECKS,
     *checks_files.CHECKS,
     *checks_launch.CHECKS,

@@ -13,6 +13,7 @@ from paceline.doctor.rules import Severity
 __all__ = [
     "Step",
     "found",
+    "inner_module",
     "innermost",
     "local",
     "modules_in",
@@ -156,3 +157,9 @@ class Step:
             elif context.options[0 if point else 1].name == "no_sync":
                 return True
         return state
+
+
+def inner_module(event: Event) -> Value | None:
+    """The module that a `wrap` event wraps, if that is one thing."""
+    module = event.argument("module")
+    return module.of_kind("module") if module is not None else None

@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-__all__ = ["COLLECTIVES", "KEPT", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
+__all__ = ["COLLECTIVES", "KEPT", "LAUNCHED", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +266,11 @@ start start -
 }
 METHODS["ddp"] = METHODS["module"]
 METHODS["parameter"] = METHODS["tensor"]
+
+LAUNCHED = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID".split()
+)
+"""Variables that a launcher sets."""
 
 KEPT = frozenset(
     "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script iter itertools.chain "

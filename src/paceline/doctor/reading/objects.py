@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
-from paceline.doctor.reading.expressions import LAUNCHED, Expressions
-from paceline.doctor.reading.knowledge import METHODS, canonical
+from paceline.doctor.reading.expressions import Expressions
+from paceline.doctor.reading.knowledge import LAUNCHED, METHODS
 from paceline.doctor.reading.machine import Class, Function
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import (

@@ -7,10 +7,9 @@ import operator
 from collections.abc import Callable
 from typing import Final
 
-from paceline.doctor.reading.calls import Calls
-from paceline.doctor.reading.machine import Class, Flow, Frame, Function, Scope
+from paceline.doctor.reading.definitions import Definitions
+from paceline.doctor.reading.machine import Class, Flow, Scope
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
-from paceline.doctor.reading.program import Module
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import NONE, Value, combined, constant, labels_of
 
@@ -20,7 +19,7 @@ MAX_BLOCKS: Final = 120
 """How deeply statements nest, all functions together."""
 
 
-class Reader(Calls):
+class Reader(Definitions):
     """Walks a script from its top, as if it ran on several ranks."""
 
     _blocks = 0
@@ -57,129 +56,6 @@ class Reader(Calls):
         return "exit" if ended and isinstance(node.value, ast.Call) and not self._within_try else None
 
     _within_try = 0
-
-    def _do_assign(self, node: ast.Assign) -> None:
-        value = self.evaluate(node.value)
-        for target in node.targets:
-            self.assign(target, value)
-
-    def _do_annassign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.assign(node.target, self.evaluate(node.value))
-
-    def _do_augassign(self, node: ast.AugAssign) -> None:
-        old, value = self.evaluate(node.target), self.evaluate(node.value)
-        if old.kind in ("tensor", "buffer", "grad") or (old.items is not None and isinstance(node.op, ast.Add)):
-            added = labels_of((value,)) | self.implied()
-            if old.kind == "buffer":
-                self.event("buffer", node, name=old.name, subject=old, arguments={"value": Value(labels=added)})
-                return
-            if old.kind == "grad":
-                self.event("grad", node, subject=old, arguments={"value": value})
-                return
-            made = self.binary(old, node.op, value, node)
-            old.labels |= added | (made.labels & {"divided", "times-world", "divided-by-world", "over-global-count"})
-            if old.items is not None:
-                old.items, old.length = made.items, made.length if not self.loops else None
-                old.labels |= {"some"} if self.loops else set()
-            return
-        made = self.binary(old, node.op, value, node)
-        if isinstance(node.target, ast.Attribute) and not self.constructing:
-            made.known, made.labels = None, made.labels | {"counter"}  # another value the next time
-        self.assign(node.target, made)
-
-    @property
-    def constructing(self) -> bool:
-        """Whether an object is being made."""
-        return any(isinstance(frame.code, ast.FunctionDef) and frame.code.name == "__init__" for frame in self.frames)
-
-    def assign(self, target: ast.expr, value: Value) -> None:
-        match target:
-            case ast.Name():
-                self.write(self.frame.scope.holder(target.id), target.id, value)
-            case ast.Tuple() | ast.List():
-                self._unpack(target.elts, value)
-            case ast.Starred():
-                self.assign(target.value, Value("list", labels_of((value,)) | {"some"}, items=value.items))
-            case ast.Attribute():
-                for owner in (receiver := self.evaluate(target.value)).each():
-                    self._set_attribute(owner, target.attr, value, target)
-                if receiver.options and not any(True for _ in receiver.each()):
-                    return
-            case ast.Subscript():
-                self._set_item(self.evaluate(target.value), self.evaluate(target.slice), value, target)
-
-    def _unpack(self, targets: list[ast.expr], value: Value) -> None:
-        if value.options:
-            value = next((option for option in value.each() if option.items is not None), value)
-        items = value.items
-        starred = any(isinstance(target, ast.Starred) for target in targets)
-        if items is not None and "some" not in value.labels and len(items) == len(targets) and not starred:
-            for target, item in zip(targets, items, strict=True):
-                self.assign(target, item)
-            return
-        for index, target in enumerate(targets):
-            known_first = items is not None and "some" not in value.labels and starred and index < len(items)
-            if items is not None and known_first and not any(isinstance(t, ast.Starred) for t in targets[: index + 1]):
-                self.assign(target, items[index])
-            else:
-                self.assign(target, self.item(value, Value("unknown"), target) if value.kind != "lazy" else Value())
-
-    def _set_attribute(self, owner: Value, name: str, value: Value, node: ast.AST) -> None:
-        if owner.kind in ("api", "python_module"):
-            if owner.kind == "api":
-                self.overrides[f"{owner.name}.{name}"] = value
-            else:
-                self.write(owner.code.names, name, value)
-            return
-        held = owner.fields.get(name)
-        if held is not None and held.kind == "buffer":
-            added = labels_of((value,)) | self.implied()
-            self.event("buffer", node, name=held.name, subject=held, arguments={"value": Value(labels=added)})
-            return
-        if owner.kind in ("module", "ddp", "dataset", "stream", "parameter", "loader", "sampler"):
-            if not self.constructing:
-                self.event("store", node, name=name, subject=owner, arguments={"value": value})
-        if owner.kind == "parameter" and name == "grad":
-            self.event("grad", node, subject=Value("grad", fields={"of": owner}), arguments={"value": value})
-        self.write(owner.fields, name, value)
-
-    def _set_item(self, owner: Value, key: Value, value: Value, node: ast.AST) -> None:
-        if owner.name == "os.environ":
-            self.event("environment", node, name=str(key.only), arguments={"value": value})
-            return
-        for option in owner.each():
-            if option.kind in ("dict", "namespace") and isinstance(name := key.only, str):
-                self.write(option.fields, name, value)
-            elif option.kind == "module":
-                self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})
-                self.write(option.fields, str(key.default), value)
-            else:
-                option.labels |= (labels_of((value, key)) | self.implied()) - {"graph"}
-                if "gathered" in option.labels and "rank" in key.labels:
-                    for part in (option, *(option.items or ())):
-                        part.labels -= {"gathered"}
-                if option.items is not None and option.kind != "tensor":
-                    self.write(option.fields, "*", value)
-                    option.items = [*option.items, value]
-                    option.labels |= {"some"}
-
-    def _do_global(self, node: ast.Global) -> None:
-        for name in node.names:
-            self.frame.scope.elsewhere[name] = self.frame.scope.module.names
-
-    def _do_nonlocal(self, node: ast.Nonlocal) -> None:
-        for name in node.names:
-            scope = self.frame.scope.parent
-            while scope is not None and name not in scope.names:
-                scope = scope.parent
-            if scope is not None:
-                self.frame.scope.elsewhere[name] = scope.names
-
-    def _do_delete(self, node: ast.Delete) -> None:
-        for target in node.targets:
-            if isinstance(target, ast.Subscript):
-                self.evaluate(target.value)
 
     def _do_assert(self, node: ast.Assert) -> None:
         self.evaluate(node.test)
@@ -401,124 +277,10 @@ class Reader(Calls):
 
     # --- definitions
 
-    def _do_functiondef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        code = Function(node, self.frame.scope, self.defaults(node.args), yields=_yields(node))
-        value = Value("function", name=node.name, code=code)
-        for decorator in reversed(node.decorator_list):
-            value = self._decorated(value, decorator)
-        self.write(self.frame.scope.holder(node.name), node.name, value)
-
-    _do_asyncfunctiondef = _do_functiondef
-
-    def _decorated(self, value: Value, node: ast.expr) -> Value:
-        decorator = self.evaluate(node)
-        code = value.code
-        if not isinstance(code, Function):
-            return value
-        match decorator.name.rpartition(".")[2]:
-            case "property" | "cached_property":
-                code.flavour = "property"
-            case "staticmethod":
-                code.flavour = "static"
-            case "classmethod":
-                code.flavour = "class"
-            case "no_grad" | "inference_mode":
-                code.contexts = (*code.contexts, Value("context", name="no_grad"))
-            case _ if decorator.kind == "context":
-                code.contexts = (*code.contexts, decorator)
-            case _ if decorator.kind == "function" and isinstance(node, ast.Name | ast.Call):
-                made = self.call(decorator, [value], {}, node)
-                return made if made.kind == "function" else value
-        return value
-
-    def _do_classdef(self, node: ast.ClassDef) -> None:
-        bases = tuple(self.evaluate(base) for base in node.bases)
-        cls = Value("class", name=node.name, code=Class(node, self.frame.scope, bases), line=node.lineno)
-        outer = self.frame.scope
-        inner = Scope(cls.fields, outer.module, outer)
-        self.frames.append(Frame(inner, node, depth=len(self.levels)))
-        try:
-            self.execute(node.body)
-        finally:
-            self.frames.pop()
-        for held in cls.fields.values():
-            if held.kind == "function" and isinstance(held.code, Function):
-                held.code.home = cls
-                held.code.scope = outer
-        self.write(outer.holder(node.name), node.name, cls)
-
     # --- imports
-
-    def _do_import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            module = self._import(alias.name)
-            if alias.asname is None and "." in alias.name:
-                top = alias.name.split(".")[0]
-                module = self._import(top)
-                self.write(self.frame.scope.holder(top), top, module)
-            else:
-                name = alias.asname or alias.name
-                self.write(self.frame.scope.holder(name), name, module)
-
-    def _do_importfrom(self, node: ast.ImportFrom) -> None:
-        source = node.module or ""
-        if node.level:
-            here = self.frame.scope.module
-            parts = here.name.split(".") if here.name != "__main__" else []
-            parts = parts[: len(parts) - node.level + here.is_package]
-            source = ".".join([*parts, *([node.module] if node.module else [])])
-        found = self._import(source) if source else Value("unknown")
-        for alias in node.names:
-            if alias.name == "*":
-                if found.kind == "python_module":
-                    for name, value in found.code.names.items():
-                        if not name.startswith("_"):
-                            self.write(self.frame.scope.names, name, value)
-                continue
-            name = alias.asname or alias.name
-            if found.kind == "python_module":
-                value = found.code.names.get(alias.name) or self._import(f"{source}.{alias.name}", only_local=True)
-            elif source:
-                value = self.named(f"{source}.{alias.name}", used=False)
-            else:
-                value = self._import(alias.name, only_local=True)
-            self.write(self.frame.scope.holder(name), name, value)
-
-    def _import(self, name: str, *, only_local: bool = False) -> Value:
-        """A module: a local file is walked, once; anything else is known by its name."""
-        if name.split(".")[0] in ("torch", "numpy", "os", "sys"):
-            return self.named(name, used=False)
-        known = name in self.program.modules
-        module = self.program.find(name)
-        if module is None:
-            return Value() if only_local else self.named(name, used=False)
-        if not known:
-            self._walk_module(module)
-        return Value("python_module", name=name, code=module)
-
-    def _walk_module(self, module: Module) -> None:
-        module.names["__name__"] = constant(module.name)
-        outer = self.frames, self.loops, self.within
-        self.frames, self.loops, self.within = [Frame(Scope(module.names, module), depth=len(self.levels))], [], []
-        try:
-            self.execute(module.tree.body)
-        finally:
-            self.frames, self.loops, self.within = outer
 
 
 def _lazy(over: Value) -> Value | None:
     """The script's own generator that a loop goes through."""
     inner = over.fields["of"] if over.kind == "enumerate" else over
     return inner if inner.kind == "lazy" and isinstance(inner.code, tuple) else None
-
-
-def _yields(node: ast.AST) -> bool:
-    """Whether a function is a generator: its own body yields, not that of one inside."""
-    stack = list(ast.iter_child_nodes(node))
-    while stack:
-        child = stack.pop()
-        if isinstance(child, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            stack += ast.iter_child_nodes(child)
-    return False
