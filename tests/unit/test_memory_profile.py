@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.memory.live import gradients_in_place, shapes_only
 from paceline.memory.plan import Level
 from paceline.memory.profile import CPU, Profile, Rates, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import get_levels, set_levels
-from paceline.memory.simulate import Work, gradients_in_place, shapes_only, simulate
+from paceline.memory.simulate import Work, simulate
 from paceline.models import GPT, GPTConfig
 
 

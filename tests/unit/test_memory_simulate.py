@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
-from paceline.memory.simulate import LiveBytes, Trace, gradients_in_place, shapes_only, simulate
+from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only
+from paceline.memory.simulate import Trace, simulate
 from paceline.models import GPT, GPTConfig
 
 KIB = 2**10

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.memory.gaps import Heap
+from paceline.memory.live import gradients_in_place
 from paceline.memory.plan import BlockCost, Level, Option, peak
-from paceline.memory.simulate import Trace, Work, gradients_in_place, simulate
+from paceline.memory.simulate import Trace, Work, simulate
 
 __all__ = ["CPU", "GPU", "Profile", "Rates", "profile", "simulated_peak", "with_seconds"]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from paceline.data.loader import move
 from paceline.determinism import autocast, compile_blocks, resolve_device, seed_by
+from paceline.memory.live import gradients_in_place
 from paceline.memory.meter import saved_bytes
 from paceline.memory.peak import Peak, resident_bytes
 from paceline.memory.plan import Level
 from paceline.memory.recompute import set_levels
-from paceline.memory.simulate import gradients_in_place
 from paceline.parsing import Settings
 from paceline.planning.table import show_table
 from paceline.sizes import show_size
