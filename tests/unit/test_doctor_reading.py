@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - scripts as people write them
 """The static pass itself: what it reads, what it never does, and how it bears whatever it is given."""
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def test_no_file(name: str, tmp_path: Path) -> None:
         read(tmp_path / name)
 
 
-STRANGE = {
+STRANGE: dict[str, str | bytes] = {
     "empty": "",
     "byte order mark": "\ufeff" + FOUND,
     "latin": "# coding: latin-1\n# \xe9\n".encode("latin-1") + FOUND.encode(),

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - scripts as people write them
 """The static pass is silent on right scripts, whole ones in the style of those that people publish."""
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
 """Reads a script without importing or running it, and finds what can be told from its source.
 
-`statements.Reader` walks the syntax tree from the script's top into functions, classes and local imports, with `values.Value`s
-in place of what the script would compute; it leaves a `trace.Trace`: what the script does, in order, with the loops and
-conditions around it. The rules are small functions over that trace, in ``checks_*``.
+`statements.Reader` walks the syntax tree from the script's top into functions, classes and local imports, with a
+`values.Value` in place of whatever the script would compute. It leaves a `trace.Trace`: what the script does, in order,
+with the loops and conditions around it. The rules are small functions over that trace, in ``checks_*``.
+
+The reader is one class in layers, each a file of its own that knows only those below it: `machine` (memory, conditions,
+trace), `arithmetic`, `expressions`, `objects`, `builtin` (Python), `effects` (torch), `surroundings` (command line,
+environment, processes), `calls`, `assignments`, `definitions`, `statements`. What torch's names mean stands in the
+tables of `knowledge`.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ class Assignments(Calls):
             added = labels_of((value,)) | self.implied()
             self.event("buffer", node, name=held.name, subject=held, arguments={"value": Value(labels=added)})
             return
-        if owner.kind in ("module", "ddp", "dataset", "stream", "parameter", "loader", "sampler"):
-            if not self.constructing:
-                self.event("store", node, name=name, subject=owner, arguments={"value": value})
+        minded = owner.kind in ("module", "ddp", "dataset", "stream", "parameter", "loader", "sampler")
+        if minded and not self.constructing:
+            self.event("store", node, name=name, subject=owner, arguments={"value": value})
         if owner.kind == "parameter" and name == "grad":
             self.event("grad", node, subject=Value("grad", fields={"of": owner}), arguments={"value": value})
         self.write(owner.fields, name, value)

@@ -10,16 +10,7 @@ from typing import Any, Final
 
 from paceline.doctor.reading.machine import Class
 from paceline.doctor.reading.objects import Objects, bound, method_of
-from paceline.doctor.reading.values import (
-    NONE,
-    UNKNOWN,
-    Known,
-    Value,
-    combined,
-    constant,
-    joined,
-    labels_of,
-)
+from paceline.doctor.reading.values import NONE, UNKNOWN, Known, Value, combined, constant, joined, labels_of, words
 
 __all__ = ["Builtins"]
 
@@ -38,14 +29,12 @@ _FOLDED: Final[dict[str, Callable[..., Any]]] = {
     "len": lambda text: len(text) if isinstance(text, str) else UNKNOWN,
     "operator.not_": operator.not_,
 }
-_PER_PROCESS: Final = frozenset(
+_PER_PROCESS: Final = words(
     "time.time time.perf_counter time.monotonic os.getpid datetime.datetime.now uuid.uuid4 socket.gethostname "
-    "tempfile.mkdtemp tempfile.TemporaryDirectory tempfile.NamedTemporaryFile tempfile.mkstemp time.strftime".split()
+    "tempfile.mkdtemp tempfile.TemporaryDirectory tempfile.NamedTemporaryFile tempfile.mkstemp time.strftime"
 )
-_LISTING: Final = frozenset("os.listdir os.scandir glob.glob glob.iglob os.walk".split())
-_CORES: Final = frozenset(
-    "os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count".split()
-)
+_LISTING: Final = words("os.listdir os.scandir glob.glob glob.iglob os.walk")
+_CORES: Final = words("os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count")
 
 
 class Builtins(Objects):

@@ -359,10 +359,8 @@ def _bound_parameters(
 ) -> dict[str, Value]:
     parameters = code.node.args
     positional = [parameter.arg for parameter in (*parameters.posonlyargs, *parameters.args)]
-    names: dict[str, Value] = {}
+    names = dict(zip(positional, arguments, strict=False))
     rest = dict(keywords)
-    for name, value in zip(positional, arguments, strict=False):
-        names[name] = value
     for name in (*positional, *(parameter.arg for parameter in parameters.kwonlyargs)):
         if name in rest:
             names[name] = rest.pop(name)

@@ -295,9 +295,9 @@ def workers_oversubscribed(trace: Trace) -> Iterator[Finding]:
             yield found("threads-oversubscribed", event, "each rank takes as many threads as there are cores")
     for event in trace.of("environment"):
         value = event.argument("value")
-        if event.name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value is not None and "cores" in value.labels:
-            if not shared & value.labels:
-                yield found("threads-oversubscribed", event, "each rank takes as many threads as there are cores")
+        named = event.name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        if named and value is not None and "cores" in value.labels and not shared & value.labels:
+            yield found("threads-oversubscribed", event, "each rank takes as many threads as there are cores")
 
 
 def worker_seed_identical(trace: Trace) -> Iterator[Finding]:

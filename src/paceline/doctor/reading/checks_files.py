@@ -129,21 +129,22 @@ def resume_on_one_rank(trace: Trace) -> Iterator[Finding]:
             for e in trace.of("collective")
         )
         trained = any(e.number > event.number for e in trace.of("backward"))
-        if late and trained and not _sent_later(trace, event, subject) and not (sent and subject.kind == "optimizer"):
+        if late and trained and not _sent_later(trace, event) and not (sent and subject.kind == "optimizer"):
             yield found(
                 "resume-on-one-rank", event, "only some ranks load this state, after the weights were made equal"
             )
 
 
-def _sent_later(trace: Trace, event: Event, subject: Value) -> bool:
-    """Whether its weights are broadcast before the next training step."""
+def _sent_later(trace: Trace, event: Event) -> bool:
+    """Whether weights are broadcast before the next training step."""
     trained = min((e.number for e in trace.of("backward") if e.number > event.number), default=0)
-    for other in trace.of("collective"):
-        tensor = other.argument("tensor")
-        if event.number < other.number < trained and other.name.endswith("broadcast") and tensor is not None:
-            if tensor.kind == "parameter" or "owner" in tensor.fields:
-                return True
-    return False
+    return any(
+        event.number < other.number < trained
+        and other.name.endswith("broadcast")
+        and (tensor := other.argument("tensor")) is not None
+        and (tensor.kind == "parameter" or "owner" in tensor.fields)
+        for other in trace.of("collective")
+    )
 
 
 def metric_not_reduced(trace: Trace) -> Iterator[Finding]:

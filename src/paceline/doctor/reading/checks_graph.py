@@ -8,16 +8,16 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.reading.evidence import found, inner_module, local, modules_in
 from paceline.doctor.reading.objects import method_of
 from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, VARYING, Value
+from paceline.doctor.reading.values import NONE, VARYING, Value, words
 
 __all__ = ["CHECKS"]
 
-WITH_PARAMETERS = (
+WITH_PARAMETERS = words(
     "Linear LazyLinear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d BatchNorm1d "
     "BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm GroupNorm RMSNorm Embedding EmbeddingBag LSTM GRU RNN LSTMCell "
     "GRUCell RNNCell Transformer TransformerEncoder TransformerDecoder TransformerEncoderLayer TransformerDecoderLayer "
     "MultiheadAttention PReLU"
-).split()
+)
 
 
 def _has_parameters(module: Value, depth: int = 8) -> bool:

@@ -12,7 +12,7 @@ from paceline.doctor.reading.values import UNKNOWN, Value
 __all__ = ["CHECKS"]
 
 
-def _index(device: Value) -> Value | None | str:
+def _index(device: Value) -> Value | str | None:
     """Of a CUDA device its index: a value; ``None`` if it has none; ``""`` if it is no CUDA device, or unknown."""
     if device.kind == "device":
         kind, index = device.fields.get("type"), device.fields.get("index")

@@ -8,7 +8,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.reading.checks_steps import reduces_gradients
 from paceline.doctor.reading.evidence import found, inner_module, modules_in, wrapped
 from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, Value
+from paceline.doctor.reading.values import NONE, Value, words
 
 __all__ = ["CHECKS"]
 
@@ -136,7 +136,7 @@ def _twin(subject: Value, other: Value) -> bool:
     return module is not other and (same_class or (bool(module.name) and module.name == other.name))
 
 
-_LAUNCHERS = frozenset("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers".split())
+_LAUNCHERS = words("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers")
 
 
 def not_distributed(trace: Trace) -> Iterator[Finding]:

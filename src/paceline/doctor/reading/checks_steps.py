@@ -60,9 +60,9 @@ def unsynced_step(trace: Trace) -> Iterator[Finding]:
             continue
         seen.add(rule)
         told = {
-            "clip": "gradients are clipped here while they are this rank's own: `no_sync` has kept them from being reduced",
+            "clip": "gradients are clipped here while they are this rank's own: `no_sync` kept them from being reduced",
             "unscale": "gradients are unscaled and checked here while they are this rank's own",
-            "step": "the optimizer steps here on gradients that `no_sync` has kept from being reduced",
+            "step": "the optimizer steps here on gradients that `no_sync` kept from being reduced",
         }[step.role]
         yield found(rule, step, told, evidence=f"the last backward before it, line {around[1][-1].line}, is in no_sync")
 
@@ -165,7 +165,7 @@ def weighted(trace: Trace) -> Iterator[Finding]:
             yield found(
                 "unequal-weight-average",
                 event,
-                "this loss is a sum over this rank's own count, and DDP averages these means as if all counts were equal",
+                "this loss is a sum over this rank's own count, and DDP averages them as if all counts were equal",
             )
 
 
@@ -175,7 +175,7 @@ def gathered(trace: Trace) -> Iterator[Finding]:
             yield found(
                 "gather-without-grad",
                 event,
-                "this loss uses what `all_gather` returned, which carries no gradient, not even for this rank's own part",
+                "this loss uses what `all_gather` returned, which carries no gradient, not even for this rank's part",
             )
 
 

@@ -19,14 +19,15 @@ from paceline.doctor.reading.values import (
     combined,
     constant,
     labels_of,
+    words,
 )
 
 __all__ = ["Effects"]
 
-_DRAWS: Final = frozenset(
-    "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson".split()
+_DRAWS: Final = words(
+    "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson"
 )
-_SIZED: Final = _DRAWS | frozenset("zeros ones empty full arange".split())
+_SIZED: Final = _DRAWS | words("zeros ones empty full arange")
 
 
 class Effects(Builtins):
@@ -248,9 +249,7 @@ class Effects(Builtins):
         if last in _SIZED and parent in ("torch", "numpy") and positional:
             shape = positional[1] if last == "randint" and len(positional) > 1 else positional[0]
             length = shape.items[0].known if shape.items else shape.known
-        elif positional and positional[0].kind == "tensor":
-            length = positional[0].length
-        elif last in ("tensor", "as_tensor", "stack", "from_numpy") and positional:
+        elif positional and (positional[0].kind == "tensor" or last in ("tensor", "as_tensor", "stack", "from_numpy")):
             length = positional[0].length
         return Value("tensor", labels, length=length)
 
@@ -338,12 +337,8 @@ class Effects(Builtins):
 
     def _seed(self, name: str, value: Value) -> None:
         labels = frozenset({"rng"}) if (value.labels | self.implied()) & VARYING else frozenset()
-        if name.startswith("torch."):
-            streams = ("torch",)
-        else:
-            streams = {"numpy": ("numpy",), "random": ("python",)}.get(name.split(".")[0], ("torch", "numpy", "python"))
-        for stream in streams:
-            self.seeds[stream] = labels
+        own = {"torch": "torch", "numpy": "numpy", "random": "python"}.get(name.split(".")[0])
+        self.seeds.update(dict.fromkeys([own] if own is not None else self.seeds, labels))
 
 
 def agreed(value: Value, labels: set[str]) -> None:

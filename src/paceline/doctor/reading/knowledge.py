@@ -6,6 +6,8 @@ import functools
 import re
 from dataclasses import dataclass
 
+from paceline.doctor.reading.values import words
+
 __all__ = ["COLLECTIVES", "KEPT", "LAUNCHED", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
 
 
@@ -15,7 +17,7 @@ class Api:
 
     Args:
         role: of the `Event` that it is; empty: none.
-        makes: the kind of what it gives; empty: a tensor or number made of its arguments; ``first``: its first argument.
+        makes: the kind of what it gives; empty: a tensor or number made of its arguments; ``first``: its first one.
         parameters: names of the positional ones.
     """
 
@@ -60,7 +62,9 @@ torch.distributed.monitored_barrier collective - group timeout wait_all_ranks
 torch.distributed.new_group collective group ranks timeout backend
 torch.distributed.nn.functional.all_gather collective - tensor group
 torch.distributed.nn.functional.all_reduce collective - tensor op group
-torch.nn.parallel.DistributedDataParallel wrap ddp module device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view static_graph
+torch.nn.parallel.DistributedDataParallel wrap ddp module device_ids output_device dim broadcast_buffers \
+init_sync process_group bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view \
+static_graph
 torch.nn.DataParallel legacy module module device_ids output_device dim
 torch.nn.SyncBatchNorm.convert_sync_batchnorm convert first module process_group
 torch.nn.utils.clip_grad_norm_ clip - parameters max_norm norm_type
@@ -71,7 +75,8 @@ torch.nn.ModuleDict - module modules
 torch.nn.Parameter - parameter data requires_grad
 torch.nn.Dropout module module p inplace
 torch.nn.Identity - module
-torch.utils.data.DataLoader loader loader dataset batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context generator
+torch.utils.data.DataLoader loader loader dataset batch_size shuffle sampler batch_sampler num_workers \
+collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context generator
 torch.utils.data.DistributedSampler sampler sampler dataset num_replicas rank shuffle seed drop_last
 torch.utils.data.RandomSampler - sampler data_source replacement num_samples generator
 torch.utils.data.SequentialSampler - sampler data_source
@@ -175,12 +180,12 @@ builtins.quit exit - status
 
 COLLECTIVES = frozenset(name for name, known in _FUNCTIONS.items() if known.role == "collective")
 
-MEAN_LOSSES = frozenset(
+MEAN_LOSSES = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy kl_div gaussian_nll_loss "
     "binary_cross_entropy_with_logits poisson_nll_loss ctc_loss triplet_margin_loss cosine_embedding_loss "
     "margin_ranking_loss hinge_embedding_loss soft_margin_loss multi_margin_loss multilabel_margin_loss "
     "MSELoss L1Loss SmoothL1Loss HuberLoss CrossEntropyLoss NLLLoss BCELoss KLDivLoss BCEWithLogitsLoss CTCLoss "
-    "TripletMarginLoss CosineEmbeddingLoss MultiMarginLoss GaussianNLLLoss PoissonNLLLoss SoftMarginLoss".split()
+    "TripletMarginLoss CosineEmbeddingLoss MultiMarginLoss GaussianNLLLoss PoissonNLLLoss SoftMarginLoss"
 )
 """Of ``torch.nn`` and ``torch.nn.functional``: losses that average over the batch unless told otherwise."""
 
@@ -267,23 +272,24 @@ start start -
 METHODS["ddp"] = METHODS["module"]
 METHODS["parameter"] = METHODS["tensor"]
 
-LAUNCHED = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID".split()
+LAUNCHED = words(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
 )
 """Variables that a launcher sets."""
 
-KEPT = frozenset(
-    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script iter itertools.chain "
-    "builtins.iter builtins.reversed builtins.list builtins.tuple".split()
+KEPT = words(
+    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script "
+    "iter itertools.chain "
+    "builtins.iter builtins.reversed builtins.list builtins.tuple"
 )
 """Calls that give what they are given, as far as this matters here."""
 
-LIBRARIES = (
+LIBRARIES = words(
     "torch torchvision torchaudio torchtext torchmetrics numpy random os sys math time json re pathlib itertools "
     "functools collections argparse logging builtins contextlib copy tempfile datetime tqdm pickle glob shutil typing "
     "dataclasses warnings wandb mlflow PIL cv2 sklearn scipy pandas matplotlib string abc enum inspect operator socket "
     "subprocess yaml einops timm safetensors tensorboardX random statistics signal gc platform hashlib uuid csv io"
-).split()
+)
 """Top packages whose functions do not wrap a model, shard a loader or reduce gradients behind one's back."""
 
 _REWRITTEN = [

@@ -9,6 +9,7 @@ from typing import Final
 from paceline.doctor.reading.expressions import Expressions
 from paceline.doctor.reading.knowledge import LAUNCHED, METHODS
 from paceline.doctor.reading.machine import Class, Function
+from paceline.doctor.reading.program import Module
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import (
     NONE,
@@ -23,12 +24,14 @@ from paceline.doctor.reading.values import (
     joined,
     labelled,
     labels_of,
+    words,
 )
 
 __all__ = ["Objects", "bound", "loaders_in", "method_of", "submodules"]
 
-_TENSOR_ATTRIBUTES: Final = frozenset("T mT H real imag".split())
-_SIZES: Final = frozenset("shape ndim dtype device itemsize nbytes requires_grad is_cuda".split())
+_TENSOR_ATTRIBUTES: Final = words("T mT H real imag")
+_OF_TEXT: Final = words("strip rstrip lstrip lower upper startswith endswith replace format")
+_SIZES: Final = words("shape ndim dtype device itemsize nbytes requires_grad is_cuda")
 MAX_UNROLLED: Final = 4
 
 
@@ -44,9 +47,9 @@ class Objects(Expressions):
         if value.kind == "api":
             return self.named(f"{value.name}.{name}")
         if value.kind == "python_module":
-            module = value.code
-            if (found_ := module.names.get(name)) is not None:
-                return found_
+            module: Module = value.code
+            if (bound_there := module.names.get(name)) is not None:
+                return bound_there
             child = self.program.find(f"{module.name}.{name}")
             return Value("python_module", name=name, code=child) if child is not None else Value()
         if (held := value.fields.get(name)) is not None:
@@ -271,15 +274,10 @@ class Objects(Expressions):
             return NONE
         if value.kind in ("dict", "namespace", "state_dict"):
             return self._of_dict(value, name, first, arguments)
-        if value.kind == "scalar" and isinstance(value.default, str):
-            if name in ("split", "strip", "lower", "upper", "startswith", "endswith", "replace", "format", "rstrip"):
-                known = combined(
-                    lambda text, *rest: getattr(text, name)(*rest), value.known, *(a.known for a in arguments)
-                )
-                labels = labels_of((value, *arguments, *keywords.values()))
-                if known is not None and isinstance(known.points[0], list):
-                    return Value("unknown", labels)
-                return Value("scalar", labels, known=None if keywords else known)
+        if value.kind == "scalar" and isinstance(value.default, str) and name in _OF_TEXT:
+            known = combined(lambda text, *rest: getattr(text, name)(*rest), value.known, *(a.known for a in arguments))
+            labels = labels_of((value, *arguments, *keywords.values()))
+            return Value("scalar", labels, known=None if keywords else known)
         return None
 
     def _changed(self, value: Value, name: str, arguments: list[Value]) -> None:

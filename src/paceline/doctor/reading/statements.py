@@ -196,19 +196,21 @@ class Reader(Definitions):
         before = dict(self.frame.scope.names)
         with self.looping(loop):
             flow = once()
-        changed = any(
-            name in before
-            and before[name] is not value
-            and not value.labels <= before[name].labels | {"graph"}
-            or (name in before and before[name] is not value and before[name].known != value.known)
-            for name, value in self.frame.scope.names.items()
-        ) or self._fields_changed(mark)
+        changed = self._names_changed(before) or self._fields_changed(mark)
         if changed and flow is None:
             del self.trace.events[first:]
             self._forget(before, loop)
             with self.looping(loop):
                 flow = once()
         return flow if flow in ("return", "exit") and not loop.is_while and loop.count is None else None
+
+    def _names_changed(self, before: dict[str, Value]) -> bool:
+        return any(
+            (old := before.get(name)) is not None
+            and old is not value
+            and (not value.labels <= old.labels | {"graph"} or old.known != value.known)
+            for name, value in self.frame.scope.names.items()
+        )
 
     def _fields_changed(self, mark: int) -> bool:
         names = self.frame.scope.names

@@ -48,10 +48,8 @@ class Surroundings(Effects):
             return
         rank = Value("scalar", frozenset({"rank", "local_rank"}), known=Known((0, 1)))
         handed = list((given.get("args") or Value()).items or [])
-        if role == "spawn":
-            handed = [rank, *handed]
-        else:
-            handed = [rank if part.name == "counter" else part for part in handed]
+        by_counting = [rank if part.name == "counter" else part for part in handed]
+        handed = [rank, *handed] if role == "spawn" else by_counting
         outer = self.loops, self.levels, self.within, self.spawned
         self.loops, self.levels, self.within, self.spawned = [], [[]], [], True
         try:

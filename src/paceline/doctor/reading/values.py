@@ -29,6 +29,7 @@ __all__ = [
     "labelled",
     "labels_of",
     "picked",
+    "words",
 ]
 
 RANKS: Final = 2
@@ -37,6 +38,15 @@ STEPS: Final = 48
 VARYING: Final = frozenset({"rank", "local_rank", "global_rank", "data", "rng", "clock"})
 """Labels of what is not the same on all ranks: made from the rank, from this rank's samples, from random numbers that
 are seeded differently, from the time or the process."""
+
+
+def words(text: str) -> frozenset[str]:
+    """The names in a text, to be looked up in.
+
+    >>> sorted(words("sum mean"))
+    ['mean', 'sum']
+    """
+    return frozenset(text.split())
 
 
 class _Unknown:
@@ -185,9 +195,9 @@ class Value:
         return truths.pop() if len(truths) == 1 else None
 
 
-_TRUE = frozenset(
+_TRUE = words(
     "module ddp optimizer scheduler scaler sampler loader function class instance api device group generator "
-    "parser namespace context python_module".split()
+    "parser namespace context python_module"
 )
 _OBJECTS = _TRUE | {"dataset", "stream", "list", "tuple", "dict", "parameters", "state_dict", "lazy", "partial"}
 
