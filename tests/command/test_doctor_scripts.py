@@ -18,7 +18,6 @@ from paceline.doctor.examine import Limits
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "doctor_scripts"
 RUN = {
-    "right/image_classifier.py",
     "right/rank0_evaluation.py",
     "wrong/engine_package",
     "wrong/meters",
