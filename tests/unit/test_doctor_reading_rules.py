@@ -1798,6 +1798,351 @@ stop()
 """),
 }
 
+SHORT_HEAD = """
+import os, random, tempfile, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+xb, yb = x[rank::world], y[rank::world]
+"""
+
+SHORT = {
+    ("dataset-order-differs", 1): """
+class Rows(Dataset):
+    def __init__(self):
+        self.rows = list(range(24))
+        np.random.default_rng(rank).shuffle(self.rows)
+    def __len__(self): return 24
+    def __getitem__(self, i): return self.rows[i]
+data = Rows()
+sampler = DistributedSampler(data, shuffle=False)
+seen = [int(i) for b in DataLoader(data, batch_size=4, sampler=sampler) for i in b]
+""",
+    ("dataset-order-differs", 2): """
+rows = list(range(24))
+random.Random(rank).shuffle(rows)
+data = TensorDataset(torch.tensor(rows))
+sampler = DistributedSampler(data, shuffle=False)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+""",
+    ("dataset-order-differs", 3): """
+data = TensorDataset(x[torch.randperm(16, generator=torch.Generator().manual_seed(rank))])
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+""",
+    ("dataset-order-differs", 4): """
+data = TensorDataset(torch.arange(20 + rank))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+""",
+    ("stale-epoch-in-workers", 1): """
+class D(Dataset):
+    epoch = 0
+    def __len__(self): return 8
+    def __getitem__(self, i): return self.epoch
+d = D()
+s = DistributedSampler(d)
+loader = DataLoader(d, batch_size=2, sampler=s, num_workers=1, persistent_workers=True)
+for epoch in range(3):
+    s.set_epoch(epoch)
+    d.epoch = epoch
+    print(rank, [int(v) for b in loader for v in b])
+""",
+    ("schedule-length-mismatch", 1): """
+data = TensorDataset(x, y)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=2, sampler=sampler)
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1 * world)
+total = 3 * len(data) // 2
+sched = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total_iters=total)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for a, b in loader:
+        opt.zero_grad(); nn.functional.mse_loss(model(a), b).backward(); opt.step(); sched.step()
+""",
+    ("schedule-length-mismatch", 2): """
+N, BATCH, EPOCHS = 16, 2, 3
+data = TensorDataset(x, y)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1 * world)
+def warm(step):
+    return min(1.0, step / (EPOCHS * len(data) // BATCH))
+sched = torch.optim.lr_scheduler.LambdaLR(opt, warm)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for a, b in loader:
+        opt.zero_grad(); nn.functional.mse_loss(model(a), b).backward(); opt.step(); sched.step()
+""",
+    ("loss-scaled-by-world-size", 1): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    loss = nn.functional.mse_loss(model(xb), yb)
+    (world * loss).backward()
+    opt.step()
+""",
+    ("gradscaler-diverges", 1): """
+net = nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for step in range(3):
+    opt.zero_grad()
+    scaler.scale(nn.functional.mse_loss(net(xb), yb)).backward()
+    scaler.unscale_(opt)
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    scaler.step(opt)
+    scaler.update()
+""",
+    ("gradscaler-diverges", 2): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+for step in range(3):
+    opt.zero_grad()
+    with model.no_sync():
+        scaler.scale(nn.functional.mse_loss(model(xb), yb)).backward()
+    scaler.unscale_(opt)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    scaler.step(opt)
+    scaler.update()
+""",
+    ("buffers-not-synced", 1): """
+model = DDP(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), broadcast_buffers=False)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+model.eval()
+with torch.no_grad():
+    out = model(x).mean()
+""",
+    ("collective-order-differs", 1): """
+a, b = torch.ones(1), torch.ones(2)
+ops = [lambda: dist.all_reduce(a), lambda: dist.all_reduce(b)]
+if rank == 1:
+    dist.all_reduce(b); dist.all_reduce(a)
+else:
+    dist.all_reduce(a); dist.all_reduce(b)
+""",
+    ("collective-order-differs", 2): """
+a = torch.ones(1)
+if rank % 2 == 0:
+    dist.broadcast(a, src=0)
+    dist.barrier()
+else:
+    dist.barrier()
+    dist.broadcast(a, src=0)
+""",
+    ("data-dependent-collective", 1): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    loss = nn.functional.mse_loss(model(xb), yb)
+    loss.backward()
+    opt.step()
+    if loss.item() > 1.0:
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+""",
+    ("data-dependent-collective", 2): """
+gen = torch.Generator().manual_seed(rank)
+for step in range(4):
+    rows = torch.randn(4, generator=gen)
+    picked = rows[rows > 0]
+    if len(picked) > 2:
+        dist.all_reduce(picked.sum())
+""",
+    ("rank-dependent-graph", 1): """
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+    def forward(self, v, which):
+        return self.a(v) if which == 0 else self.b(v)
+model = DDP(Two())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb, rank), yb).backward(); opt.step()
+""",
+    ("optimizer-stale-params", 1): """
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+net[1] = nn.Linear(4, 1)
+model = DDP(net)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+""",
+    ("optimizer-stale-params", 2): """
+import copy
+net = nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+model = DDP(copy.deepcopy(net))
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+""",
+    ("load-without-barrier", 1): """
+path = os.path.join(tempfile.gettempdir(), f"w_{os.getppid()}.pt")
+net = nn.Linear(4, 1)
+if rank == 0:
+    time.sleep(0.5)
+    torch.save(net.state_dict(), path)
+net.load_state_dict(torch.load(path, map_location="cpu"))
+""",
+    ("save-on-local-rank0", 1): """
+path = "x.pt"
+model = DDP(nn.Linear(4, 1))
+if int(os.environ["LOCAL_RANK"]) == 0:
+    torch.save(model.module.state_dict(), path)
+""",
+    ("metric-not-reduced", 1): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(x, y)
+val = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+def evaluate():
+    total, n = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for a, b in val:
+            total += nn.functional.mse_loss(model(a), b, reduction="sum").item()
+            n += len(b)
+    return total / n
+for epoch in range(2):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+    err = evaluate()
+    if rank == 0:
+        print(epoch, err)
+""",
+    ("tracker-on-all-ranks", 1): """
+from torch.utils.tensorboard import SummaryWriter
+w = SummaryWriter(tempfile.mkdtemp())
+""",
+    ("tracker-on-all-ranks", 2): """
+import torch.utils.tensorboard as tb
+w = tb.SummaryWriter("runs/x")
+""",
+    ("global-rank-as-device", 1): """
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+model = DDP(nn.Linear(4, 1).to(device))
+""",
+    ("params-changed-after-wrap", 1): """
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+model = DDP(net)
+net.add_module("extra", nn.Linear(1, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+""",
+    ("params-changed-after-wrap", 2): """
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+model = DDP(net)
+net[0].requires_grad_(False)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+""",
+    ("legacy-data-parallel", 1): """
+model = nn.DataParallel(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(model(xb), yb).backward(); opt.step()
+""",
+    ("not-distributed", 1): """
+net = nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); loss = nn.functional.mse_loss(net(xb), yb); loss.backward(); opt.step()
+    shown = loss.detach(); dist.all_reduce(shown)
+""",
+    ("unused-parameters", 1): """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+        self.aux = nn.Linear(4, 1)
+    def forward(self, v):
+        return self.fc(v), self.aux(v)
+model = DDP(Net())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    out, _ = model(xb)
+    nn.functional.mse_loss(out, yb).backward(); opt.step()
+""",
+    ("replicas-start-different", 1): """
+net = nn.Linear(4, 1)
+with torch.no_grad():
+    net.weight.normal_(generator=torch.Generator().manual_seed(rank))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(net(xb), yb).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad); p.grad.div_(world)
+    opt.step()
+""",
+    ("replicas-start-different", 2): """
+torch.manual_seed(rank)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad(); nn.functional.mse_loss(net(xb), yb).backward()
+    flat = torch.cat([p.grad.flatten() for p in net.parameters()])
+    dist.all_reduce(flat)
+    flat /= world
+    offset = 0
+    for p in net.parameters():
+        p.grad.copy_(flat[offset:offset + p.numel()].view_as(p)); offset += p.numel()
+    opt.step()
+""",
+    ("uneven-inputs", 1): """
+data = TensorDataset(x[: 9 if rank == 0 else 7])
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for (a,) in DataLoader(data, batch_size=2):
+    opt.zero_grad(); model(a).sum().backward(); opt.step()
+""",
+    ("uneven-inputs", 2): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+shards = [torch.randn(6, 4), torch.randn(4, 4)]
+for row in shards[rank]:
+    opt.zero_grad(); model(row).sum().backward(); opt.step()
+""",
+    ("uneven-inputs", 3): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = list(range(25))[rank::world]
+for i in rows:
+    opt.zero_grad(); model(x[i % 16]).sum().backward(); opt.step()
+""",
+    ("rank-local-early-stop", 1): """
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = torch.tensor(9.0)
+while loss.item() > 0.1:
+    opt.zero_grad(); loss = nn.functional.mse_loss(model(xb), yb); loss.backward(); opt.step()
+""",
+}
+"""Short ones, each after `SHORT_HEAD`."""
+
 ONLY_IN_A_RUN = {"replicas-diverged"}
 """What no source tells: any cause, seen as a difference between replicas."""
 
@@ -1830,3 +2175,12 @@ def test_silent(style: str, tmp_path: Path) -> None:
     seen = read(path)
     assert [(f.id, f.line, f.message) for f in seen.findings if f.level != "advice"] == []
     assert len(seen.findings) <= 1
+
+
+@pytest.mark.parametrize("case", SHORT, ids=str)
+def test_finds_in_short(case: tuple[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SHORT_HEAD + SHORT[case] + "dist.destroy_process_group()\n")
+    found = read(path).findings
+    assert case[0] in {finding.id for finding in found}
+    assert {finding.id for finding in found if finding.level == "error"} <= {case[0]}

@@ -167,6 +167,8 @@ class Arithmetic(Machine):
             # Which rank cannot be told, but that it is not all of them.
             others = isinstance(op, ast.NotEq | ast.Gt | ast.IsNot | ast.NotIn)
             known = Known((False, True) if others else (True, False))
+        if known is None and "tensor" in (left.kind, right.kind):
+            return Value("tensor", labels, "mask")
         return Value("scalar" if known else "unknown", labels, known=known)
 
     def _contained(self, op: ast.cmpop, left: Value, right: Value) -> Known | None:

@@ -10,7 +10,18 @@ from typing import Any, Final
 
 from paceline.doctor.reading.machine import Class
 from paceline.doctor.reading.objects import Objects, bound, method_of
-from paceline.doctor.reading.values import NONE, UNKNOWN, Known, Value, combined, constant, joined, labels_of, words
+from paceline.doctor.reading.values import (
+    NONE,
+    UNKNOWN,
+    VARYING,
+    Known,
+    Value,
+    combined,
+    constant,
+    joined,
+    labels_of,
+    words,
+)
 
 __all__ = ["Builtins"]
 
@@ -90,8 +101,8 @@ class Builtins(Objects):
         known = value.length
         if known is None or len(set(known.points)) > 1:
             own |= value.labels & {"rank"}
-        if "unique" in value.labels:
-            own |= value.labels & {"rank", "data"}
+        if value.labels & {"unique", "own-size"}:
+            own |= value.labels & VARYING
         return Value("scalar" if known else "unknown", own, known=known)
 
     def _call_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:

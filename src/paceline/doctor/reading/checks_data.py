@@ -101,7 +101,10 @@ def dataset_order_differs(trace: Trace) -> Iterator[Finding]:
         if dataset is None:
             continue
         labels = dataset.labels
-        if "shuffled" in labels and "rng" in labels:
+        if dataset.length is not None and len(set(dataset.length.points)) > 1:
+            sizes = " and ".join(str(size) for size in dataset.length.points)
+            yield found("dataset-order-differs", event, f"ranks hold different numbers of samples: {sizes}")
+        elif "shuffled" in labels and "rng" in labels:
             yield found(
                 "dataset-order-differs",
                 event,
@@ -277,7 +280,7 @@ def schedule_length_mismatch(trace: Trace) -> Iterator[Finding]:
 
 
 def _labels(event: Event) -> frozenset[str]:
-    names = ("total_steps", "steps_per_epoch", "T_max", "total_iters", "num_training_steps", "lr_lambda", "milestones")
+    names = ("total_steps", "steps_per_epoch", "T_max", "total_iters", "num_training_steps", "rates", "milestones")
     return frozenset(label for name in names if name in event.arguments for label in event.arguments[name].labels)
 
 

@@ -85,6 +85,8 @@ def parameters_used(trace: Trace) -> Iterator[Finding]:
                 "has parameters and takes no part in forward: DDP waits for their gradients",
                 evidence=f"made at line {module.fields[name].line or module.line}, never read in forward",
             )
+        elif finds.default in (None, False) and static.default in (None, False):
+            yield from _left_out(trace, wrap, inner)
         if static.only is True and any(sometimes for _, _, sometimes in unread):
             name = next(name for _, name, sometimes in unread if sometimes)
             if _changes(trace, wrap):
@@ -105,6 +107,24 @@ def parameters_used(trace: Trace) -> Iterator[Finding]:
                 wrap,
                 "`find_unused_parameters=True`, though each forward uses every parameter",
             )
+
+
+def _left_out(trace: Trace, wrap: Event, inner: Value) -> Iterator[Finding]:
+    """Parts whose output reaches no loss."""
+    forwards = {f"forward:{e.number}" for e in trace.of("forward") if e.subject is wrap.result and e.with_grad}
+    losses = [event.labels for event in trace.of("backward") if event.labels & forwards]
+    reached = {label for labels in losses for label in labels}
+    for event, outer in _inside(trace, wrap):
+        direct = len(event.inside) == 2 and outer.with_grad and event.with_grad
+        held = next((name for name, part in inner.fields.items() if part is event.subject), None)
+        left_out = f"part:{id(event.subject)}" not in reached and _has_parameters(event.subject)
+        if losses and direct and held is not None and left_out and not _frozen(trace, event.subject, wrap):
+            yield found(
+                "unused-parameters",
+                event,
+                f"what `self.{held}` gives reaches no loss: DDP waits for gradients of its parameters",
+            )
+            return
 
 
 def _inside(trace: Trace, wrap: Event, role: str = "forward") -> Iterator[tuple[Event, Event]]:

@@ -49,7 +49,11 @@ def replicas_start_different(trace: Trace) -> Iterator[Finding]:
         owner = params.fields.get("owner") if params is not None else None
         if owner is None or owner.kind != "module" or id(owner) in inner:
             continue
-        drawn = [module for module in modules_in(owner) if "rng" in module.labels]
+        drawn = [
+            module
+            for module in modules_in(owner)
+            if "rng" in module.labels or any("rng" in held.labels for held in module.fields.values())
+        ]
         sent = [
             e
             for e in trace.of("collective")
@@ -151,7 +155,7 @@ def not_distributed(trace: Trace) -> Iterator[Finding]:
                 severity="advice",
                 confidence="possible",
             )
-    if not trace.any("init") or not steps or not trace.any("backward") or trace.any("wrap", "comm_hook"):
+    if not trace.any("init") or not steps or not trace.any("backward") or trace.any("wrap", "legacy", "comm_hook"):
         return
     others = ("fsdp", "fully_shard", "deepspeed", "horovod", "accelerate", "lightning", "ShardedDataParallel", "tensor")
     if any(other in name.split(".") or other in name for name in trace.names for other in others[:-1]):

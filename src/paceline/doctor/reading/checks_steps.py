@@ -18,7 +18,7 @@ def reduces_gradients(trace: Trace) -> list[Event]:
         event
         for event in trace.of("collective")
         for value in event.arguments.values()
-        if value.kind == "grad" or any(part.kind == "grad" for part in value.items or ())
+        if "gradient" in value.labels or any("gradient" in part.labels for part in value.items or ())
     ]
 
 
@@ -181,7 +181,7 @@ def gathered(trace: Trace) -> Iterator[Finding]:
 
 def clipped_before_reducing(trace: Trace) -> Iterator[Finding]:
     """Without DDP: the script reduces gradients itself, after they were clipped or unscaled."""
-    if trace.any("wrap"):
+    if trace.any("wrap") and not all(event.in_context("no_sync") for event in trace.of("backward")):
         return
     for reduce in reduces_gradients(trace):
         for event in trace.of("clip", "unscale"):
@@ -213,7 +213,8 @@ def redundant_reduce(trace: Trace) -> Iterator[Finding]:
     for event in reduces_gradients(trace):
         tensor = event.argument("tensor")
         owner = tensor.fields.get("of", Value()).fields.get("owner") if tensor is not None else None
-        if owner is not None and (owner.kind == "ddp" or any(id(m) in inner for m in modules_in(owner))):
+        flattened = tensor is not None and tensor.kind == "tensor"
+        if flattened or (owner is not None and (owner.kind == "ddp" or any(id(m) in inner for m in modules_in(owner)))):
             yield found("redundant-grad-allreduce", event, "DDP has reduced these gradients in backward already")
 
 

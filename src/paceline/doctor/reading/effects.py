@@ -43,6 +43,8 @@ class Effects(Builtins):
         if not self.inside:
             labels |= {f"forward:{event.number}"}
             self.forward_from = len(event.under)
+        elif len(self.inside) == 2:  # a part of what DDP wraps
+            labels |= {f"part:{id(module)}"}
         self.inside.append(module)
         try:
             result = self._run_forward(module, arguments, keywords, node)
@@ -120,11 +122,16 @@ class Effects(Builtins):
     ) -> Value:
         """A call of which the tables know something."""
         labels = labels_of(arguments.values())
+        if known.role == "checkpoint" and positional:
+            self.event(known.role, node, name=name, arguments=arguments)
+            return self.call(positional[0], positional[1:], {}, node)
         result = self._made(name, known, arguments, positional, labels)
         result.line = result.line or getattr(node, "lineno", 0)
         if known.role:
             self.event(known.role, node, name=name, arguments=arguments, result=result)
-        if known.role == "loader":
+        if known.role == "scheduler" and (curve := arguments.get("lr_lambda")) is not None and curve.kind == "function":
+            arguments["rates"] = self.call(curve, [Value()], {}, node)
+        elif known.role == "loader":
             self._seed_workers(arguments)
         elif known.role == "collective":
             self._agree(name, arguments)
@@ -178,6 +185,9 @@ class Effects(Builtins):
             return Value("context", name=short.get(last, last), fields=dict(arguments))
         if known.makes == "module":
             return self._module(name, dict(arguments))
+        if known.makes == "generator":
+            unseeded = not arguments and not name.startswith("torch")
+            return Value("generator", frozenset({"rng"}) if unseeded or labels & VARYING else frozenset(), name)
         if known.makes in ("dataset", "sampler", "loader"):
             length = self._length(name, arguments, positional)
             return Value(
@@ -187,7 +197,9 @@ class Effects(Builtins):
                 fields=dict(arguments),
                 length=length,
             )
-        return Value(known.makes or "unknown", labels & VARYING, name, fields=dict(arguments))
+        if not known.makes:
+            return Value("unknown", labels, name, fields=dict(arguments))
+        return Value(known.makes, labels & VARYING, name, fields=dict(arguments))
 
     def _module(self, name: str, fields: dict[str, Value]) -> Value:
         return Value("module", self.seeds.get("torch", frozenset()), name, fields=fields)
@@ -245,6 +257,10 @@ class Effects(Builtins):
             labels -= {"graph"}
         if last in ("sum", "mean", "unique"):
             labels |= {last}
+        if last in ("randperm", "permutation"):
+            labels |= {"shuffled"}
+        if last in ("nonzero", "masked_select"):
+            labels |= {"own-size"}
         length = None
         if last in _SIZED and parent in ("torch", "numpy") and positional:
             shape = positional[1] if last == "randint" and len(positional) > 1 else positional[0]

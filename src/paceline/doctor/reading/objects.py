@@ -24,6 +24,7 @@ from paceline.doctor.reading.values import (
     joined,
     labelled,
     labels_of,
+    picked,
     words,
 )
 
@@ -84,7 +85,7 @@ class Objects(Expressions):
 
     def _of_tensor(self, value: Value, name: str) -> Value:
         if name == "grad":
-            child = Value("grad", value.labels, fields={"of": value})
+            child = Value("grad", value.labels | {"gradient"}, fields={"of": value})
             value.fields[name] = child
             return child
         if name in _TENSOR_ATTRIBUTES or name == "data":
@@ -127,9 +128,15 @@ class Objects(Expressions):
                 return value.items[index]
             if (known := self._by_index(value, key)) is not None:
                 return known
+            if (chosen := self._by_rank(value.items, key)) is not None:
+                return chosen
         if value.items:
             return labelled(joined(value.items), key.labels)
         labels = labels_of((value, key)) - {"open"}
+        if value.kind in ("tensor", "list") and "rank" in key.labels:
+            labels |= {"data", "shard"}
+        if key.name == "mask":
+            labels |= {"own-size"}
         if "size" in value.labels and "of" in value.fields and key.only == 0:
             return Value("scalar", value.labels, known=value.fields["of"].length)
         kind = value.kind if value.kind in ("tensor", "parameter", "batch") else "unknown"
@@ -144,8 +151,20 @@ class Objects(Expressions):
         known = combined(lambda index: items[index].known.points[0], key.known)  # type: ignore[union-attr]
         return Value("scalar", labels_of((value, key)), known=known) if known is not None else None
 
+    def _by_rank(self, items: list[Value], key: Value) -> Value | None:
+        """Of a list of anything, by an index that differs between ranks."""
+        if key.known is None or key.known.loop is not None:
+            return None
+        places = [key.known.at(rank) for rank in range(RANKS)]
+        if not all(isinstance(place, int) and -len(items) <= place < len(items) for place in places):
+            return None
+        first = Value("scalar", key.labels | {"data"}, known=Known(tuple(rank == 0 for rank in range(RANKS))))
+        return picked(first, items[places[0]], items[places[1]])
+
     def _sliced(self, value: Value, key: Value) -> Value:
         labels = labels_of((value, key))
+        if value.kind in ("tensor", "list") and "rank" in key.labels:
+            labels |= {"data", "shard"}
         bounds = [part.known for part in key.items or []]
         length = combined(
             lambda size, start, stop, step: len(range(*slice(start, stop, step).indices(size))), value.length, *bounds
