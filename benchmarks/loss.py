@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.determinism import autocast, configure_thread, seed_by
-from paceline.memory.simulate import LiveBytes
+from paceline.memory.live import LiveBytes
 from paceline.models import GPT, GPTConfig
 
 MIB = 2**20

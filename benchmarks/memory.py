@@ -46,9 +46,9 @@ from torch import Tensor
 
 from paceline.determinism import autocast, configure_process
 from paceline.events import read_events
+from paceline.memory.live import LiveBytes, gradients_in_place
 from paceline.memory.peak import Peak, resident_bytes
 from paceline.memory.recompute import set_levels
-from paceline.memory.simulate import LiveBytes, gradients_in_place
 from paceline.parsing import Settings, parse
 from paceline.planning.grid import Cell, cell
 from paceline.planning.looks import look
@@ -233,8 +233,8 @@ def _planned(settings: Settings, room: float) -> tuple[Cell, int | None]:
     recipe, execution, workers = settings.recipe, settings.execution, settings.execution.workers
     assert isinstance(workers, int) and isinstance(execution.recompute, str)
     nothing_else = (False, False)
-    looked = look(settings, own_mode=execution.recompute, most=1, further=lambda _: nothing_else)
-    (costs,) = looked.costs
+    looked = look(settings, own_mode=execution.recompute, most=1, further=lambda _: nothing_else, tell=lambda *_: None)
+    (costs,) = looked.costs.values()
     process, batch = process_bytes(recipe), looked.sample_bytes * recipe.micro_batch
     there = footprint(
         looked.state, recipe, execution, lanes=recipe.lanes, workers=workers, process=process, batch=batch

@@ -125,8 +125,8 @@ def planned_peaks(job: Job, data: Path) -> dict[Way, int]:
     for micro_batch in (size for size in range(1, job.batch + 1) if job.batch % size == 0 and 8 * size > job.batch):
         recipe, execution = job.recipe(micro_batch), job.execution("none")
         settings = Settings(task=job.task(data), recipe=recipe, execution=execution)
-        looked = look(settings, own_mode="none", most=1, further=lambda _: (False, False))
-        (costs,) = looked.costs
+        looked = look(settings, own_mode="none", most=1, further=lambda _: (False, False), tell=lambda *_: None)
+        (costs,) = looked.costs.values()
         batch = looked.sample_bytes * micro_batch
         there = footprint(looked.state, recipe, execution, lanes=1, workers=1, process=process, batch=batch)
         modes: dict[str, Mode] = {"auto": "auto", "none": uniform(costs.blocks, "keep")}

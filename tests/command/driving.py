@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from resident import Forked, Resident
 
 from paceline.events import read_events
+from resident import Forked, Resident
 
 __all__ = [
     "TINY",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -113,11 +113,11 @@ class Conservative(nn.Module):
 def penalty(model: nn.Module, x_BF: Tensor) -> Tensor:
     at_BF = x_BF.clone().requires_grad_()
     (slope_BF,) = torch.autograd.grad(model(at_BF).sum(), at_BF, create_graph=True)
-    return (slope_BF.norm(dim=1) - 1).square().mean()
+    return cast(Tensor, (slope_BF.norm(dim=1) - 1).square().mean())
 
 
 def twice(model: nn.Module, x_BF: Tensor) -> Tensor:
-    return (model(x_BF) - model(x_BF + 0.1)).square().mean()
+    return cast(Tensor, (model(x_BF) - model(x_BF + 0.1)).square().mean())
 
 
 def teacher_mode(model: nn.Module, x_BF: Tensor) -> Tensor:

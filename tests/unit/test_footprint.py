@@ -16,7 +16,6 @@ from paceline.lanes import check_batch, lanes_of
 from paceline.memory.live import shapes_only
 from paceline.memory.plan import BlockCost, Level, Option
 from paceline.memory.profile import Profile
-from paceline.memory.simulate import Work
 from paceline.planning.candidates import Candidate, candidates
 from paceline.planning.footprint import Footprint, gradient_sets, inbox_elements
 from paceline.planning.grid import between, cell
@@ -163,7 +162,6 @@ def costs(micro_batch: int, *, blocks: int = 3, fixed: int = 10) -> Profile:
         )
 
     return Profile(
-        work=Work(),
         fixed=fixed,
         blocks=tuple(BlockCost(name=f"blocks.{at}", options=options(micro_batch)) for at in range(blocks)),
         loss=5 * micro_batch,

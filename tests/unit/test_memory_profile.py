@@ -16,7 +16,7 @@ from paceline.memory.live import gradients_in_place, shapes_only
 from paceline.memory.plan import Level
 from paceline.memory.profile import CPU, Profile, Rates, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import get_levels, set_levels
-from paceline.memory.simulate import Work, simulate
+from paceline.memory.simulate import simulate
 from paceline.models import GPT, GPTConfig
 
 
@@ -236,11 +236,17 @@ def test_all_that_is_held_grows_with_the_samples() -> None:
 def test_time() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     rates = Rates(flops_per_s=1e9, bytes_per_s=1e6)
-    with shapes_only(model):
-        found = profile(lambda: model(torch.zeros(16, 64)).sum(), model, blocks_of(model), set_levels, rates=rates)
+
+    def step() -> torch.Tensor:
+        total: torch.Tensor = model(torch.zeros(16, 64)).sum()
+        return total
+
+    with shapes_only(model), gradients_in_place(model):
+        found = profile(step, model, blocks_of(model), set_levels, rates=rates)
+        work = simulate(step, {}).work
     product = 2 * 16 * 64 * 64
-    assert found.work.flops == product * (4 * 3 - 1)  # three each, but for the first input's gradient
-    assert found.seconds == pytest.approx(found.work.flops / 1e9 + found.work.moved / 1e6)
+    assert work.flops == product * (4 * 3 - 1)  # three each, but for the first input's gradient
+    assert found.seconds == pytest.approx(work.flops / 1e9 + work.moved / 1e6)
     tanh_s = 2 * 16 * 64 * 4 / 1e6
     for block in found.blocks:
         keep, selective, full = block.options
@@ -267,7 +273,7 @@ def test_without_blocks_all_is_loss() -> None:
     with shapes_only(model), gradients_in_place(model):
         found = profile(step, model, {}, set_levels)
         assert found.peak({}) == found.loss == simulate(step, {}).peak
-    assert found.work != Work()
+    assert found.seconds > 0
 
 
 def test_names_are_paths() -> None:

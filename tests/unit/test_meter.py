@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.memory import recompute, saved_bytes
-from paceline.memory.simulate import shapes_only
+from paceline.memory.live import shapes_only
 
 KIB, MIB = 2**10, 2**20
 

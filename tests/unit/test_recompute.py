@@ -7,7 +7,7 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from paceline.config import Execution
 from paceline.determinism import autocast, digest
 from paceline.errors import ConfigError, UsageError
 from paceline.memory import find_blocks, fit, recompute, saved_bytes
-from paceline.memory.recompute import get_levels, set_levels
+from paceline.memory.recompute import Recomputed, get_levels, set_levels
 from paceline.models import GPT, GPTConfig
 
 MODES: list[Any] = ["none", "all", "selective", "every:2", "every:3", ["layers.1"], {"layers.*": "selective"}]
@@ -161,7 +161,8 @@ class Counter(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.scale = 0, None
+        self.calls = 0
+        self.scale: Tensor | None = None
 
     def forward(self, x_BCT: Tensor) -> Tensor:
         self.calls += 1
@@ -303,8 +304,7 @@ def between(change: str, net: nn.Sequential) -> None:
         case "sgd" | "fused" | "foreach":
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
-            kind = {"fused": {"fused": True}, "foreach": {"foreach": True}}.get(change, {})
-            torch.optim.AdamW(weights, **kind).step() if kind else torch.optim.SGD(weights, lr=1.0).step()
+            torch.optim.SGD(weights, lr=1.0, fused=change == "fused", foreach=change == "foreach").step()
         case "swap":
             net.get_submodule("1.0").register_parameter("weight", nn.Parameter(torch.ones(8, 4)))
         case "in place":
@@ -322,8 +322,7 @@ class Scaled(nn.Sequential):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x_BF: Tensor) -> Tensor:
-        y_BF: Tensor = super().forward(x_BF) * self.scale.clone()
-        return y_BF
+        return cast(Tensor, super().forward(x_BF)) * self.get_buffer("scale").clone()
 
 
 @pytest.mark.parametrize("mode", ["all", "selective"])
@@ -386,7 +385,7 @@ class Passing(Layer):
     """Hands things on in a dict, as models with caches and several streams do."""
 
     def forward(self, x_BCT: Tensor, box: dict[str, Any]) -> Tensor:  # type: ignore[override]
-        y_BCT = super().forward(x_BCT) * box["scales"][0]
+        y_BCT: Tensor = super().forward(x_BCT) * box["scales"][0]
         if "changes" in box:
             box["scales"][0] = box["scales"][0] * 2
         if "appends" in box:
@@ -400,7 +399,7 @@ def test_a_container_that_a_block_changes(mode: str, box: dict[str, Any]) -> Non
     net = nn.ModuleList([Passing(), Passing()])
     recompute(net, mode)
     for layer in net:  # calls whose output is not compared
-        layer._compiled_call_impl._calls = 2
+        cast(Recomputed, layer._compiled_call_impl)._calls = 2
     with pytest.raises(UsageError, match="a list or dict among its inputs whose contents its forward changes"):
         net[0](torch.randn(4, 8, 16), box=copy.deepcopy(box))
 
@@ -476,10 +475,11 @@ def test_transformations_of_torch_func_and_tracing(mode: str) -> None:
     net = nn.Sequential(mlp(), mlp())
     recompute(net, mode)
     x_BF, weights = torch.randn(8, 4), dict(net.named_parameters())
-    for transformed in (
-        lambda: torch.func.grad(lambda at: torch.func.functional_call(net, at, (x_BF,)).sum())(weights),
-        lambda: torch.func.vmap(net)(x_BF),
-    ):
+
+    def called(at: dict[str, nn.Parameter]) -> Tensor:
+        return cast(Tensor, torch.func.functional_call(net, at, (x_BF,))).sum()
+
+    for transformed in (lambda: torch.func.grad(called)(weights), lambda: torch.func.vmap(net)(x_BF)):
         with pytest.raises(UsageError, match="cannot recompute block 0: found a transformation by torch"):
             transformed()
     with torch.no_grad():

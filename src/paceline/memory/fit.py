@@ -56,8 +56,7 @@ class Fit:
     def __str__(self) -> str:
         """One line: what is recomputed, what that frees, and what it costs.
 
-        >>> from paceline.memory.simulate import Work
-        >>> empty = Profile(blocks=(), fixed=0, loss=0, work=Work(), seconds=1)
+        >>> empty = Profile(blocks=(), fixed=0, loss=0, seconds=1)
         >>> levels = {"blocks.0": "full", "blocks.1": "full", "blocks.2": "keep"}
         >>> print(Fit(levels=levels, peak=3 << 20, unfitted=8 << 20, slower=1.071, profile=empty))
         2 of 3 blocks; activations 3.00 MiB instead of 8.00 MiB; 7.1 % more time

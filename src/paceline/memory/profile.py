@@ -59,15 +59,13 @@ class Profile:
         blocks: their costs, in the order in which forward runs them.
         fixed: kept from before the first block until its backward, such as what an embedding returned.
         loss: most bytes between the last block's forward and its backward, on top of all that blocks hold.
-        work: of the whole forward and backward when every block keeps all.
-        seconds: how long that takes, estimated with the same rates as the options' seconds.
+        seconds: of the whole forward and backward when every block keeps all, by the same rates as the options'.
         heap: how a CPU's process would hold it; ``None``: not known.
     """
 
     blocks: tuple[BlockCost, ...]
     fixed: int
     loss: int
-    work: Work
     seconds: float
     heap: Heap | None = None
 
@@ -166,7 +164,6 @@ def profile(
         blocks=tuple(costs),
         fixed=max(its.held[0] for its in sums.values()),
         loss=loss,
-        work=kept.work,
         seconds=rates.seconds(kept.work),
         heap=_heap(kept, loss, sums["keep"]),
     )
@@ -196,7 +193,7 @@ def with_seconds(profile: Profile, seconds: Mapping[str, Mapping[Level, float]])
 
     >>> options = (Option(level="keep", held=9, backward=12), Option(level="full", held=1, backward=13, seconds=0.1))
     >>> block = BlockCost(name="blocks.0", options=options)
-    >>> estimated = Profile(blocks=(block,), fixed=0, loss=0, work=Work(), seconds=0.3)
+    >>> estimated = Profile(blocks=(block,), fixed=0, loss=0, seconds=0.3)
     >>> with_seconds(estimated, {"blocks.0": {"full": 0.2}}).blocks[0].options[1].seconds
     0.2
     """

@@ -30,16 +30,9 @@ from paceline.errors import ConfigError, UsageError, did_you_mean
 from paceline.memory.again import Again, count_fused_steps
 from paceline.memory.blocks import find_blocks, named_modules, nearest_path
 from paceline.memory.plan import Level
+from paceline.memory.simulate import flop_formulas
 
 __all__ = ["Mode", "Recomputed", "get_levels", "is_compiled", "levels_of", "recompute", "set_levels"]
-
-_EXPENSIVE = {
-    *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps"),
-}
-"""Operators whose outputs ``selective`` keeps: products of matrices, convolutions and attention."""
 
 
 Mode: TypeAlias = str | Sequence[str] | Mapping[str, str]
@@ -138,16 +131,17 @@ def set_levels(model: nn.Module, levels: Mapping[str, Level]) -> None:
             needed="a module's path, the first where it has several",
             fix=nearest_path(min(unknown), filter(None, modules)),
         )
+    compiled = [path for path, module in modules.items() if is_compiled(module)]
     for path, level in levels.items():
-        outer = [up for up in modules if level != "keep" and (not up or path.startswith(f"{up}.")) and up != path]
-        if compiled := [up or type(model).__name__ for up in outer if is_compiled(modules[up])]:
+        outer = [up for up in compiled if level != "keep" and up != path and (not up or path.startswith(f"{up}."))]
+        if outer:
             raise ConfigError(
                 f"cannot recompute {path}",
-                found=f"it inside of {compiled[0]}, which is compiled as a whole",
+                found=f"it inside of {outer[0] or type(model).__name__}, which is compiled as a whole",
                 needed="blocks that are compiled one by one, each recomputed around its compiled call",
                 fix="Write `for block in model.blocks: block.compile(dynamic=False)` in place of model.compile()",
             )
-        if level == "selective" and is_compiled(modules[path]):
+        if level == "selective" and path in compiled:
             raise ConfigError(
                 f"cannot recompute {path} selectively",
                 found="a compiled block, which shows none of its operators",
@@ -267,5 +261,6 @@ class Recomputed:
 
 
 def _policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(getattr(operator, "__name__", "")).partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    """Keeps what products of matrices, convolutions and attention return: what a count of operations knows of."""
+    dear = getattr(operator, "overloadpacket", operator) in flop_formulas()
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

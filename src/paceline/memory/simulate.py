@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only
+from paceline.memory.live import LiveBytes
 
-__all__ = ["LiveBytes", "Segment", "Trace", "Work", "gradients_in_place", "shapes_only", "simulate"]
+__all__ = ["Segment", "Trace", "Work", "flop_formulas", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,7 @@ def simulate(step: Callable[[], Tensor], blocks: Mapping[str, nn.Module]) -> Tra
     Raises:
         UsageError: a block inside a block.
 
+    >>> from paceline.memory.live import gradients_in_place, shapes_only
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3)))
     >>> with shapes_only(model), gradients_in_place(model):
     ...     x_BF = torch.zeros(8, 64)
@@ -275,14 +276,14 @@ class _Recorder(LiveBytes):
             self._enter(phase)
 
     def _touched(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]) -> None:
-        formula = _flop_formulas().get(func._overloadpacket)
+        formula = flop_formulas().get(func._overloadpacket)
         if formula is not None:
             self.flops[self.phase] += formula(*args, **kwargs, out_val=result)
         else:
             self.moved[self.phase] += sum(each.nbytes for each in tensors)
 
     def _mark(self, func: Any) -> object:
-        return self.phase, func._overloadpacket not in _flop_formulas()
+        return self.phase, func._overloadpacket not in flop_formulas()
 
     def _gone(self, size: int, mark: object) -> None:
         super()._gone(size, mark)
@@ -308,8 +309,9 @@ def _autograd_nodes() -> int:
 
 
 @functools.cache
-def _flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Torch's, with attention on CPU, which it leaves out: the same as on a GPU."""
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Operations of matrix products, convolutions and attention, by operator: torch's, with attention on CPU, which it
+    leaves out: the same as on a GPU."""
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from paceline.determinism import forked_randomness
 from paceline.errors import PacelineError, UsageError
 from paceline.memory.fakes import current_fakes
+from paceline.memory.live import shapes_only
 from paceline.memory.recompute import is_compiled
-from paceline.memory.simulate import shapes_only
 
 __all__ = ["Trial", "leaves_of"]
 

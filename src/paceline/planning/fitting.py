@@ -14,12 +14,12 @@ from paceline.determinism import autocast, forked_randomness
 from paceline.errors import ConfigError
 from paceline.memory.fit import find_fit, peak_with
 from paceline.memory.gaps import Heap
+from paceline.memory.live import shapes_only
 from paceline.memory.meter import saved_bytes
 from paceline.memory.plan import Level
 from paceline.memory.plan import peak as peak_of
 from paceline.memory.profile import CPU, Profile, profile
 from paceline.memory.recompute import levels_of, set_levels
-from paceline.memory.simulate import shapes_only
 from paceline.memory.trial import Trial
 from paceline.planning.budget import budget_of
 from paceline.planning.looks import blocks_of
