@@ -1327,12 +1327,682 @@ if __name__ == "__main__":
     main(parse_opt())
 """
 
+BOXES = """
+import argparse, datetime, json, math, os, random, sys, time
+from pathlib import Path
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def get_sha(): return "x"
+def is_dist_avail_and_initialized():
+    return dist.is_available() and dist.is_initialized()
+def get_world_size():
+    return dist.get_world_size() if is_dist_avail_and_initialized() else 1
+def get_rank():
+    return dist.get_rank() if is_dist_avail_and_initialized() else 0
+def is_main_process():
+    return get_rank() == 0
+def reduce_dict(input_dict, average=True):
+    world_size = get_world_size()
+    if world_size < 2:
+        return input_dict
+    with torch.no_grad():
+        names = []
+        values = []
+        for k in sorted(input_dict.keys()):
+            names.append(k)
+            values.append(input_dict[k])
+        values = torch.stack(values, dim=0)
+        dist.all_reduce(values)
+        if average:
+            values /= world_size
+        reduced_dict = {k: v for k, v in zip(names, values)}
+    return reduced_dict
+
+class FrozenBatchNorm2d(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(n))
+        self.register_buffer("bias", torch.zeros(n))
+    def forward(self, x):
+        return x * self.weight.reshape(1, -1, 1, 1) + self.bias.reshape(1, -1, 1, 1)
+
+class DETR(nn.Module):
+    def __init__(self, num_classes, aux_loss=False):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.norm = FrozenBatchNorm2d(8)
+        self.transformer = nn.Transformer(8)
+        self.class_embed = nn.Linear(8, num_classes + 1)
+        self.bbox_embed = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.query_embed = nn.Embedding(100, 8)
+        self.aux_loss = aux_loss
+    def forward(self, samples):
+        f = self.norm(self.backbone(samples)).flatten(2).permute(2, 0, 1)
+        hs = self.transformer(f, self.query_embed.weight.unsqueeze(1).repeat(1, f.shape[1], 1))
+        out = {"pred_logits": self.class_embed(hs)[-1], "pred_boxes": self.bbox_embed(hs).sigmoid()[-1]}
+        if self.aux_loss:
+            out["aux_outputs"] = self._set_aux(hs)
+        return out
+    def _set_aux(self, hs):
+        return [{"a": a} for a in hs[:-1]]
+
+class SetCriterion(nn.Module):
+    def __init__(self, num_classes, weight_dict, losses):
+        super().__init__()
+        self.weight_dict, self.losses = weight_dict, losses
+        empty_weight = torch.ones(num_classes + 1)
+        self.register_buffer("empty_weight", empty_weight)
+    def loss_labels(self, outputs, targets, num_boxes):
+        return {"loss_ce": nn.functional.cross_entropy(outputs["pred_logits"].transpose(1, 2), targets, self.empty_weight)}
+    def loss_boxes(self, outputs, targets, num_boxes):
+        loss_bbox = nn.functional.l1_loss(outputs["pred_boxes"], targets, reduction="none")
+        return {"loss_bbox": loss_bbox.sum() / num_boxes}
+    def get_loss(self, loss, outputs, targets, num_boxes):
+        loss_map = {"labels": self.loss_labels, "boxes": self.loss_boxes}
+        return loss_map[loss](outputs, targets, num_boxes)
+    def forward(self, outputs, targets):
+        num_boxes = sum(len(t["labels"]) for t in targets)
+        num_boxes = torch.as_tensor([num_boxes], dtype=torch.float, device=next(iter(outputs.values())).device)
+        if is_dist_avail_and_initialized():
+            torch.distributed.all_reduce(num_boxes)
+        num_boxes = torch.clamp(num_boxes / get_world_size(), min=1).item()
+        losses = {}
+        for loss in self.losses:
+            losses.update(self.get_loss(loss, outputs, targets, num_boxes))
+        return losses
+
+def train_one_epoch(model, criterion, data_loader, optimizer, device, epoch, max_norm=0):
+    model.train()
+    criterion.train()
+    for samples, targets in data_loader:
+        samples = samples.to(device)
+        targets = [{k: v.to(device) for k, v in t.items()} for t in targets]
+        outputs = model(samples)
+        loss_dict = criterion(outputs, targets)
+        weight_dict = criterion.weight_dict
+        losses = sum(loss_dict[k] * weight_dict[k] for k in loss_dict.keys() if k in weight_dict)
+        loss_dict_reduced = reduce_dict(loss_dict)
+        losses_reduced_scaled = sum(loss_dict_reduced.values())
+        loss_value = losses_reduced_scaled.item()
+        if not math.isfinite(loss_value):
+            print("Loss is {}, stopping training".format(loss_value))
+            sys.exit(1)
+        optimizer.zero_grad()
+        losses.backward()
+        if max_norm > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return {"loss": loss_value}
+
+@torch.no_grad()
+def evaluate(model, criterion, data_loader, device, output_dir):
+    model.eval()
+    total = torch.zeros(2, device=device)
+    for samples, targets in data_loader:
+        outputs = model(samples.to(device))
+        loss_dict = criterion(outputs, targets)
+        total[0] += sum(loss_dict.values())
+        total[1] += 1
+    dist.all_reduce(total)
+    return {"val": (total[0] / total[1]).item()}
+
+def main(args):
+    args.rank = int(os.environ["RANK"]); args.world_size = int(os.environ["WORLD_SIZE"]); args.gpu = int(os.environ["LOCAL_RANK"])
+    args.distributed = True
+    torch.cuda.set_device(args.gpu)
+    dist.init_process_group(backend="nccl", init_method=args.dist_url, world_size=args.world_size, rank=args.rank)
+    dist.barrier()
+    device = torch.device(args.device)
+    seed = args.seed + get_rank()
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    model = DETR(91)
+    criterion = SetCriterion(91, {"loss_ce": 1, "loss_bbox": 5}, ["labels", "boxes"])
+    model.to(device)
+    criterion.to(device)
+    model_without_ddp = model
+    if args.distributed:
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[args.gpu])
+        model_without_ddp = model.module
+    param_dicts = [
+        {"params": [p for n, p in model_without_ddp.named_parameters() if "backbone" not in n and p.requires_grad]},
+        {"params": [p for n, p in model_without_ddp.named_parameters() if "backbone" in n and p.requires_grad], "lr": args.lr_backbone},
+    ]
+    optimizer = torch.optim.AdamW(param_dicts, lr=args.lr, weight_decay=1e-4)
+    lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_drop)
+    dataset_train = build_dataset("train", args); dataset_val = build_dataset("val", args)
+    if args.distributed:
+        sampler_train = DistributedSampler(dataset_train)
+        sampler_val = DistributedSampler(dataset_val, shuffle=False)
+    else:
+        sampler_train = torch.utils.data.RandomSampler(dataset_train)
+        sampler_val = torch.utils.data.SequentialSampler(dataset_val)
+    batch_sampler_train = torch.utils.data.BatchSampler(sampler_train, args.batch_size, drop_last=True)
+    data_loader_train = DataLoader(dataset_train, batch_sampler=batch_sampler_train, num_workers=2)
+    data_loader_val = DataLoader(dataset_val, args.batch_size, sampler=sampler_val, drop_last=False)
+    output_dir = Path(args.output_dir)
+    if args.resume:
+        if args.resume.startswith("https"):
+            checkpoint = torch.hub.load_state_dict_from_url(args.resume, map_location="cpu", check_hash=True)
+        else:
+            checkpoint = torch.load(args.resume, map_location="cpu")
+        model_without_ddp.load_state_dict(checkpoint["model"])
+        if not args.eval and "optimizer" in checkpoint:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
+            args.start_epoch = checkpoint["epoch"] + 1
+    if args.eval:
+        test_stats = evaluate(model, criterion, data_loader_val, device, args.output_dir)
+        if args.output_dir and is_main_process():
+            torch.save(test_stats, output_dir / "eval.pth")
+        return
+    start_time = time.time()
+    for epoch in range(args.start_epoch, args.epochs):
+        if args.distributed:
+            sampler_train.set_epoch(epoch)
+        train_stats = train_one_epoch(model, criterion, data_loader_train, optimizer, device, epoch, args.clip_max_norm)
+        lr_scheduler.step()
+        if args.output_dir:
+            checkpoint_paths = [output_dir / "checkpoint.pth"]
+            if (epoch + 1) % args.lr_drop == 0 or (epoch + 1) % 100 == 0:
+                checkpoint_paths.append(output_dir / f"checkpoint{epoch:04}.pth")
+            for checkpoint_path in checkpoint_paths:
+                if is_main_process():
+                    torch.save({"model": model_without_ddp.state_dict(), "optimizer": optimizer.state_dict(),
+                                "lr_scheduler": lr_scheduler.state_dict(), "epoch": epoch, "args": args}, checkpoint_path)
+        test_stats = evaluate(model, criterion, data_loader_val, device, args.output_dir)
+        log_stats = {**{f"train_{k}": v for k, v in train_stats.items()}, **{f"test_{k}": v for k, v in test_stats.items()}, "epoch": epoch}
+        if args.output_dir and is_main_process():
+            with (output_dir / "log.txt").open("a") as f:
+                f.write(json.dumps(log_stats) + "\\n")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", default=1e-4, type=float); parser.add_argument("--lr_backbone", default=1e-5, type=float)
+    parser.add_argument("--batch_size", default=2, type=int); parser.add_argument("--epochs", default=300, type=int)
+    parser.add_argument("--lr_drop", default=200, type=int); parser.add_argument("--clip_max_norm", default=0.1, type=float)
+    parser.add_argument("--output_dir", default=""); parser.add_argument("--device", default="cuda"); parser.add_argument("--seed", default=42, type=int)
+    parser.add_argument("--resume", default=""); parser.add_argument("--start_epoch", default=0, type=int); parser.add_argument("--eval", action="store_true")
+    parser.add_argument("--dist_url", default="env://")
+    args = parser.parse_args()
+    if args.output_dir:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    main(args)
+"""
+
+FINE_TUNING = """
+import argparse, logging, math, os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from tqdm.auto import tqdm
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_linear_schedule_with_warmup, set_seed
+from loguru import logger
+
+def parse():
+    p = argparse.ArgumentParser()
+    p.add_argument("--model", type=str, default="gpt2"); p.add_argument("--bs", type=int, default=8)
+    p.add_argument("--gradient-accumulation-steps", type=int, default=1); p.add_argument("--epochs", type=int, default=3)
+    p.add_argument("--lr", type=float, default=5e-5); p.add_argument("--seed", type=int, default=None)
+    p.add_argument("--output-dir", type=str, default=None); p.add_argument("--gradient-checkpointing", action="store_true")
+    p.add_argument("--max-steps", type=int, default=None)
+    return p.parse_args()
+
+def main():
+    args = parse()
+    dist.init_process_group("nccl")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+    if rank != 0:
+        logger.remove()
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR)
+    if args.seed is not None:
+        set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.to(device)
+    raw = load_dataset("wikitext", "wikitext-2-raw-v1")
+    if rank > 0:
+        dist.barrier()
+    lm = raw.map(lambda e: tokenizer(e["text"]), batched=True, num_proc=4)
+    if rank == 0:
+        dist.barrier()
+    train_sampler = DistributedSampler(lm["train"], shuffle=True, seed=args.seed or 0, drop_last=True)
+    train = DataLoader(lm["train"], sampler=train_sampler, collate_fn=default_data_collator, batch_size=args.bs)
+    val = DataLoader(lm["validation"], sampler=DistributedSampler(lm["validation"], shuffle=False), collate_fn=default_data_collator, batch_size=args.bs)
+    model = DDP(model, device_ids=[local_rank])
+    no_decay = ["bias", "layer_norm.weight"]
+    groups = [{"params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},
+              {"params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr)
+    steps_per_epoch = math.ceil(len(train) / args.gradient_accumulation_steps)
+    max_steps = args.max_steps or args.epochs * steps_per_epoch
+    scheduler = get_linear_schedule_with_warmup(optimizer, 0, max_steps)
+    bar = tqdm(range(max_steps), disable=rank != 0)
+    done = 0
+    for epoch in range(args.epochs):
+        train_sampler.set_epoch(epoch)
+        model.train()
+        for step, batch in enumerate(train):
+            batch = {k: v.to(device) for k, v in batch.items()}
+            is_update = (step + 1) % args.gradient_accumulation_steps == 0 or step == len(train) - 1
+            model.require_backward_grad_sync = is_update
+            outputs = model(**batch)
+            loss = outputs.loss / args.gradient_accumulation_steps
+            loss.backward()
+            if is_update:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()
+                bar.update(1); done += 1
+                if done % 50 == 0:
+                    logger.info(f"step {done} loss {loss.item()}")
+            if done >= max_steps:
+                break
+        model.eval()
+        losses = []
+        for batch in val:
+            with torch.no_grad():
+                outputs = model(**{k: v.to(device) for k, v in batch.items()})
+            loss = outputs.loss.detach().repeat(args.bs)
+            pool = [torch.zeros_like(loss) for _ in range(world_size)]
+            dist.all_gather(pool, loss)
+            losses.append(torch.cat(pool))
+        mean = torch.mean(torch.cat(losses))
+        try:
+            perplexity = math.exp(mean)
+        except OverflowError:
+            perplexity = float("inf")
+        logger.info(f"epoch {epoch}: perplexity: {perplexity}")
+        if rank == 0:
+            print("perplexity", perplexity)
+    if args.output_dir is not None:
+        dist.barrier()
+        if rank == 0:
+            model.module.save_pretrained(args.output_dir)
+            tokenizer.save_pretrained(args.output_dir)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+CONTRASTIVE = """
+import os, time, datetime
+import torch, torch.nn as nn, torch.nn.functional as F
+import torch.distributed as dist
+import torchvision
+from torchvision import transforms
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+class GatherLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        output = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(output, x)
+        return tuple(output)
+    @staticmethod
+    def backward(ctx, *grads):
+        all_gradients = torch.stack(grads)
+        dist.all_reduce(all_gradients)
+        return all_gradients[dist.get_rank()]
+
+class NTXent(nn.Module):
+    def __init__(self, temperature=0.5):
+        super().__init__()
+        self.temperature = temperature
+    def forward(self, z_i, z_j):
+        z = torch.cat([torch.cat(GatherLayer.apply(z_i)), torch.cat(GatherLayer.apply(z_j))])
+        sim = F.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=2) / self.temperature
+        n = z.shape[0]
+        target = torch.arange(n, device=z.device).roll(n // 2)
+        return F.cross_entropy(sim.masked_fill(torch.eye(n, device=z.device).bool(), -1e9), target)
+
+class SimCLR(nn.Module):
+    def __init__(self, encoder, dim):
+        super().__init__()
+        self.encoder = encoder
+        self.encoder.fc = nn.Identity()
+        self.projector = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, dim, bias=False))
+    def forward(self, a, b):
+        h_i, h_j = self.encoder(a), self.encoder(b)
+        return h_i, h_j, self.projector(h_i), self.projector(h_j)
+
+def run():
+    dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=30))
+    rank = dist.get_rank()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    torch.manual_seed(42)
+    with torch.device("cpu"):
+        encoder = torchvision.models.resnet18(weights=None)
+    model = SimCLR(encoder, 128).to(local_rank)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = DistributedDataParallel(model, device_ids=[local_rank])
+    t = transforms.Compose([transforms.RandomResizedCrop(224), transforms.ToTensor()])
+    if local_rank == 0:
+        torchvision.datasets.STL10("data", split="unlabeled", download=True)
+    dist.barrier()
+    data = torchvision.datasets.STL10("data", split="unlabeled", download=False, transform=t)
+    sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=dist.get_world_size(), rank=rank, shuffle=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=256 // dist.get_world_size(), shuffle=(sampler is None), drop_last=True, num_workers=8, sampler=sampler, persistent_workers=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100 * len(loader))
+    criterion = NTXent()
+    writer = SummaryWriter() if rank == 0 else None
+    scaler = torch.amp.GradScaler("cuda")
+    step = 0
+    try:
+        for epoch in range(100):
+            sampler.set_epoch(epoch)
+            loss_epoch = 0
+            for (x_i, x_j), _ in loader:
+                optimizer.zero_grad()
+                with torch.amp.autocast("cuda"):
+                    h_i, h_j, z_i, z_j = model(x_i.cuda(non_blocking=True), x_j.cuda(non_blocking=True))
+                    loss = criterion(z_i, z_j)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                if rank == 0 and step % 50 == 0:
+                    print(f"Step [{step}] Loss: {loss.item()}")
+                    writer.add_scalar("Loss/train", loss.item(), step)
+                loss_epoch += loss.item()
+                step += 1
+            if rank == 0 and epoch % 10 == 0:
+                torch.save(model.module.state_dict(), f"checkpoint_{epoch}.tar")
+    finally:
+        if rank == 0:
+            writer.close()
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    run()
+"""
+
+MASKED = """
+import argparse, math, os, sys
+import torch, torch.nn as nn
+import torch.distributed as dist
+from functools import partial
+from types import SimpleNamespace
+
+class NativeScaler:
+    state_dict_key = "amp_scaler"
+    def __init__(self):
+        self._scaler = torch.cuda.amp.GradScaler()
+    def __call__(self, loss, optimizer, clip_grad=None, parameters=None, create_graph=False, update_grad=True):
+        self._scaler.scale(loss).backward(create_graph=create_graph)
+        if update_grad:
+            if clip_grad is not None:
+                assert parameters is not None
+                self._scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(parameters, clip_grad)
+            else:
+                self._scaler.unscale_(optimizer)
+                norm = None
+            self._scaler.step(optimizer)
+            self._scaler.update()
+        else:
+            norm = None
+        return norm
+    def state_dict(self):
+        return self._scaler.state_dict()
+
+class Quantizer(nn.Module):
+    def __init__(self, n, d, decay=0.99):
+        super().__init__()
+        self.register_buffer("embed", torch.randn(d, n))
+        self.register_buffer("cluster_size", torch.zeros(n))
+        self.decay = decay
+    def forward(self, x):
+        dist_ = x.pow(2).sum(1, keepdim=True) - 2 * x @ self.embed
+        ind = dist_.argmin(1)
+        onehot = nn.functional.one_hot(ind, self.embed.shape[1]).type(x.dtype)
+        if self.training:
+            counts = onehot.sum(0)
+            total = x.t() @ onehot
+            dist.all_reduce(counts)
+            dist.all_reduce(total)
+            self.cluster_size.data.mul_(self.decay).add_(counts, alpha=1 - self.decay)
+            self.embed.data.mul_(self.decay).add_(total.detach(), alpha=1 - self.decay)
+        q = nn.functional.embedding(ind, self.embed.t())
+        return x + (q - x).detach(), (q.detach() - x).pow(2).mean()
+
+class Model(nn.Module):
+    def __init__(self, width, norm_layer=nn.LayerNorm):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos = nn.Parameter(torch.zeros(1, 10, width), requires_grad=False)
+        self.enc = nn.Linear(width, width)
+        self.vq = Quantizer(32, width)
+        self.norm = norm_layer(width)
+        self.dec = nn.Linear(width, width)
+    def forward_encoder(self, x):
+        return self.norm(self.enc(x + self.pos[:, 1:]) + self.cls_token)
+    def forward_loss(self, x, pred, extra):
+        return ((pred - x) ** 2).mean() + 0.25 * extra
+    def forward(self, x):
+        z = self.forward_encoder(x)
+        q, extra = self.vq(z)
+        pred = self.dec(q)
+        return self.forward_loss(x, pred, extra), pred
+
+def adjust_lr(optimizer, epoch, args):
+    lr = args.lr * 0.5 * (1 + math.cos(math.pi * epoch / args.epochs))
+    for g in optimizer.param_groups:
+        g["lr"] = lr * g.get("lr_scale", 1)
+
+def all_reduce_mean(x):
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size > 1:
+        x_reduce = torch.tensor(x).cuda()
+        dist.all_reduce(x_reduce)
+        x_reduce /= world_size
+        return x_reduce.item()
+    return x
+
+def train_one_epoch(model, loader, optimizer, device, epoch, loss_scaler, args, log_writer=None):
+    model.train(True)
+    accum_iter = args.accum_iter
+    optimizer.zero_grad()
+    for it, (samples, _) in enumerate(loader):
+        if it % accum_iter == 0:
+            adjust_lr(optimizer, it / len(loader) + epoch, args)
+        samples = samples.to(device, non_blocking=True)
+        with torch.cuda.amp.autocast():
+            loss, _ = model(samples)
+        loss_value = loss.item()
+        if not math.isfinite(loss_value):
+            print("Loss is {}, stopping training".format(loss_value))
+            sys.exit(1)
+        loss /= accum_iter
+        loss_scaler(loss, optimizer, parameters=model.parameters(), update_grad=(it + 1) % accum_iter == 0)
+        if (it + 1) % accum_iter == 0:
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        loss_value_reduce = all_reduce_mean(loss_value)
+        if log_writer is not None and (it + 1) % accum_iter == 0:
+            log_writer.add_scalar("train_loss", loss_value_reduce, it)
+
+def main(args):
+    args.rank, args.world_size, args.gpu = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    torch.cuda.set_device(args.gpu)
+    dist.init_process_group("nccl", init_method="env://", world_size=args.world_size, rank=args.rank)
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed + args.rank)
+    import torchvision
+    data = torchvision.datasets.ImageFolder("train")
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=args.world_size, rank=args.rank, shuffle=True)
+    loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=args.batch_size, drop_last=True)
+    if args.rank == 0 and args.log_dir is not None:
+        from torch.utils.tensorboard import SummaryWriter
+        log_writer = SummaryWriter(log_dir=args.log_dir)
+    else:
+        log_writer = None
+    model = Model(32, partial(nn.LayerNorm, eps=1e-6)).to(device)
+    eff_batch_size = args.batch_size * args.accum_iter * args.world_size
+    args.lr = args.blr * eff_batch_size / 256
+    model_without_ddp = model
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[args.gpu], find_unused_parameters=args.find_unused)
+    model_without_ddp = model.module
+    optimizer = torch.optim.AdamW(model_without_ddp.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    loss_scaler = NativeScaler()
+    for epoch in range(args.epochs):
+        loader.sampler.set_epoch(epoch)
+        train_one_epoch(model, loader, optimizer, device, epoch, loss_scaler, args, log_writer)
+        if epoch % 20 == 0 or epoch + 1 == args.epochs:
+            if args.rank == 0:
+                torch.save({"model": model_without_ddp.state_dict(), "scaler": loss_scaler.state_dict()}, f"{args.output_dir}/checkpoint-{epoch}.pth")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser("MAE", add_help=False)
+    for name, default in (("batch_size", 64), ("epochs", 400), ("accum_iter", 1), ("seed", 0)):
+        p.add_argument(f"--{name}", default=default, type=int)
+    p.add_argument("--blr", type=float, default=1e-3); p.add_argument("--device", default="cuda"); p.add_argument("--log_dir"); p.add_argument("--output_dir", default=".")
+    p.add_argument("--find_unused", action="store_true")
+    main(p.parse_args())
+"""
+
+POLICY = """
+import os, random, time, warnings
+import gymnasium as gym
+import numpy as np
+import torch, torch.distributed as dist
+import torch.nn as nn, torch.optim as optim
+from dataclasses import dataclass
+from torch.distributions.categorical import Categorical
+import tyro
+
+@dataclass
+class Args:
+    seed: int = 1
+    total_timesteps: int = 1000000
+    lr: float = 2.5e-4
+    local_num_envs: int = 8
+    num_steps: int = 128
+    update_epochs: int = 4
+    num_minibatches: int = 4
+    max_grad_norm: float = 0.5
+    track: bool = False
+    backend: str = "gloo"
+    local_rank: int = 0
+    world_size: int = 0
+
+class Agent(nn.Module):
+    def __init__(self, envs):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 64), nn.ReLU())
+        self.actor = nn.Linear(64, 2)
+        self.critic = nn.Linear(64, 1)
+    def get_value(self, x):
+        return self.critic(self.network(x))
+    def get_action_and_value(self, x, action=None):
+        hidden = self.network(x)
+        probs = Categorical(logits=self.actor(hidden))
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+if __name__ == "__main__":
+    local_rank = int(os.getenv("LOCAL_RANK", "0"))
+    world_size = int(os.getenv("WORLD_SIZE", "1"))
+    args = tyro.cli(Args)
+    if world_size > 1:
+        dist.init_process_group(args.backend, rank=local_rank, world_size=world_size)
+    else:
+        warnings.warn("Not using distributed mode!")
+    run_name = f"{args.seed}__{int(time.time())}"
+    writer = None
+    if local_rank == 0:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(f"runs/{run_name}")
+    args.seed += local_rank
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed - local_rank)
+    envs = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1") for _ in range(args.local_num_envs)])
+    device = torch.device("cpu")
+    agent = Agent(envs).to(device)
+    torch.manual_seed(args.seed)
+    optimizer = optim.Adam(agent.parameters(), lr=args.lr, eps=1e-5)
+    obs = torch.zeros((args.num_steps, args.local_num_envs, 4))
+    global_step = 0
+    next_obs, _ = envs.reset(seed=args.seed)
+    next_obs = torch.Tensor(next_obs)
+    for iteration in range(1, 100):
+        for step in range(args.num_steps):
+            global_step += args.local_num_envs * world_size
+            obs[step] = next_obs
+            with torch.no_grad():
+                action, logprob, _, value = agent.get_action_and_value(next_obs)
+            next_obs, reward, term, trunc, infos = envs.step(action.numpy())
+            next_obs = torch.Tensor(next_obs)
+            if not writer:
+                continue
+            for info in infos.get("final_info", []):
+                if info and "episode" in info:
+                    print(f"global_step={global_step}, return={info['episode']['r']}")
+                    writer.add_scalar("charts/episodic_return", info["episode"]["r"], global_step)
+        b_inds = np.arange(1024)
+        for epoch in range(args.update_epochs):
+            np.random.shuffle(b_inds)
+            for start in range(0, 1024, 256):
+                mb = b_inds[start:start + 256]
+                _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs.view(-1, 4)[mb])
+                loss = -newlogprob.mean() + newvalue.pow(2).mean() - 0.01 * entropy.mean()
+                optimizer.zero_grad()
+                loss.backward()
+                if world_size > 1:
+                    all_grads_list = []
+                    for param in agent.parameters():
+                        if param.grad is not None:
+                            all_grads_list.append(param.grad.view(-1))
+                    all_grads = torch.cat(all_grads_list)
+                    dist.all_reduce(all_grads, op=dist.ReduceOp.SUM)
+                    offset = 0
+                    for param in agent.parameters():
+                        if param.grad is not None:
+                            param.grad.data.copy_(all_grads[offset:offset + param.numel()].view_as(param.grad.data) / world_size)
+                            offset += param.numel()
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+        if local_rank == 0:
+            writer.add_scalar("losses/value_loss", loss.item(), global_step)
+    envs.close()
+    if local_rank == 0:
+        writer.close()
+    if world_size > 1:
+        dist.destroy_process_group()
+"""
+
 RIGHT: dict[str, dict[str, str]] = {
     "images": {"main.py": IMAGES},
     "language": {"train.py": LANGUAGE, "model.py": LANGUAGE_MODEL},
     "reference": {"train.py": REFERENCE, "utils.py": REFERENCE_UTILS},
     "trainer": {"main.py": TRAINER},
     "detector": {"train.py": DETECTOR},
+    "boxes": {"main.py": BOXES},
+    "fine-tuning": {"tune.py": FINE_TUNING},
+    "contrastive": {"main.py": CONTRASTIVE},
+    "masked": {"main.py": MASKED},
+    "policy": {"ppo.py": POLICY},
 }
 
 
@@ -1391,6 +2061,24 @@ SPOILED: list[tuple[str, str, str, str]] = [
     ("detector", "init_seeds(opt.seed + 1 + RANK)", "init_seeds(opt.seed)", ""),
     ("detector", "        if RANK in {-1, 0}:\n            results", "        if True:\n            results", "save-on-all-ranks"),
     ("detector", "pred = model(imgs)", "pred = de_parallel(model)(imgs)", "ddp-forward-bypassed"),
+    ("boxes", "sampler_train.set_epoch(epoch)", "pass", "missing-set-epoch"),
+    ("boxes", "                if is_main_process():\n                    torch.save", "                if True:\n                    torch.save", "save-on-all-ranks"),
+    ("boxes", "    dist.all_reduce(total)\n", "    if is_main_process():\n        dist.all_reduce(total)\n", "rank-conditional-collective"),
+    ("boxes", "outputs = model(samples)", "outputs = model.module(samples)", "ddp-forward-bypassed"),
+    ("boxes", "self.query_embed.weight.unsqueeze(1)", "torch.zeros(100, 1, 8)", "unused-parameters"),
+    ("fine-tuning", "loss = outputs.loss / args.gradient_accumulation_steps", "loss = outputs.loss", "accumulation-not-normalised"),
+    ("fine-tuning", "train_sampler.set_epoch(epoch)", "pass", "missing-set-epoch"),
+    ("fine-tuning", "        if rank == 0:\n            model.module.save", "        if True:\n            model.module.save", "save-on-all-ranks"),
+    ("fine-tuning", "    if rank == 0:\n        dist.barrier()\n", "", "rank-conditional-collective"),
+    ("contrastive", "if rank == 0 and epoch % 10", "if epoch % 10", "save-on-all-ranks"),
+    ("contrastive", "if rank == 0 and step % 50", "if step % 50", "print-on-all-ranks"),
+    ("contrastive", "    if local_rank == 0:\n        torchvision", "    if True:\n        torchvision", "download-on-all-ranks"),
+    ("contrastive", "writer = SummaryWriter() if rank == 0 else None", "writer = SummaryWriter()", "tracker-on-all-ranks"),
+    ("contrastive", "100 * len(loader)", "100 * len(data) // 256", "schedule-length-mismatch"),
+    ("masked", "        loss /= accum_iter\n", "", "accumulation-not-normalised"),
+    ("masked", "            dist.all_reduce(counts)\n            dist.all_reduce(total)\n", "", "rank-local-buffer-overwritten"),
+    ("masked", "            if args.rank == 0:\n                torch.save", "            if args.gpu == 0:\n                torch.save", "save-on-local-rank0"),
+    ("policy", "torch.manual_seed(args.seed - local_rank)", "torch.manual_seed(args.seed)", "replicas-start-different"),
 ]  # fmt: skip
 
 

@@ -66,8 +66,9 @@ def read(script: Path) -> Read:
             notes.append(f"{script}: nested too deeply; read in part")
         if reader.steps_left <= 0:
             notes.append(f"{script}: too long to follow everywhere; read in part")
-        findings = tuple(finding for check in CHECKS for finding in check(reader.trace))
-    return Read(findings=findings, notes=tuple(notes), looked=True)
+        findings = [finding for check in CHECKS for finding in check(reader.trace)]
+    once = {(finding.id, finding.path, finding.line): finding for finding in reversed(findings)}
+    return Read(findings=tuple(reversed(once.values())), notes=tuple(notes), looked=True)
 
 
 @contextmanager

@@ -73,6 +73,8 @@ class Arithmetic(Machine):
         function = _BINARY.get(type(op))
         known = combined(function, left.known, right.known) if function else None
         labels = labels_of((left, right))
+        if isinstance(op, ast.Sub) and known is None and "rank" in left.labels & right.labels:
+            labels -= {"rank", "local_rank", "global_rank"}  # seed + rank - rank
         if isinstance(op, ast.Add) and left.items is not None and right.items is not None:
             return Value(left.kind, labels, items=[*left.items, *right.items], length=_sum(left.length, right.length))
         if isinstance(op, ast.Add) and left.kind in ("parameters", "buffers"):

@@ -157,7 +157,7 @@ def metric_not_reduced(trace: Trace) -> Iterator[Finding]:
             continue
         for value in event.arguments.values():
             labels = value.labels
-            if "eval" in labels and labels & {"shard", "rank"} and "graph" not in labels and value.kind != "batch":
+            if {"eval", "shard"} <= labels and "graph" not in labels and value.kind != "batch":
                 seen.add(event.line)
                 yield found(
                     "metric-not-reduced", event, "what is reported here was measured on one rank's samples only"
@@ -170,13 +170,16 @@ def printed(trace: Trace) -> Iterator[Finding]:
         return
     busy = {loop.number for event in trace.of("backward", "step") for loop in event.loops}
     seen: set[int] = set()
+    ending = {id(condition.value) for event in trace.of("exit") for condition in event.under[-1:]}
     for event in trace.of("print"):
         told = [value for value in event.arguments.values() if "rank" in value.labels and value.kind == "scalar"]
         if not event.everywhere or event.ranks != {0, 1} or told or event.line in seen or "file" in event.arguments:
             continue
         looped = any(loop.number in busy for loop in event.loops)
         measured = any(value.labels & {"graph", "eval"} for value in event.arguments.values())
-        exceptional = any("exception" in condition.value.labels for condition in event.under)
+        exceptional = any(
+            "exception" in condition.value.labels or id(condition.value) in ending for condition in event.under
+        )
         if exceptional or not (looped or measured):
             continue
         seen.add(event.line)

@@ -189,10 +189,14 @@ class Expressions(Arithmetic):
         tests: list[Value] = []
         self._comprehend(node.generators, lambda: found.append(self.evaluate(node.elt)), lengths, tests)
         kind = "set" if isinstance(node, ast.SetComp) else "list"
+        only = lengths[0].only if lengths and lengths[0] is not None else None
+        whole = len(node.generators) == 1 and not node.generators[0].ifs and only == len(found)
         filtered = any(part.ifs for part in node.generators) or len(node.generators) > 1
         return Value(
             kind,
-            (labels_of(tests) & VARYING) | ({"some"} if kind == "list" else {"some", "hash-order"}),
+            (labels_of(tests) & VARYING)
+            | (set() if whole else {"some"})
+            | ({"hash-order"} if kind == "set" else set()),
             items=found,
             length=None if filtered else lengths[0],
         )
@@ -224,7 +228,7 @@ class Expressions(Arithmetic):
         loop = Loop(self.number(), first.iter.lineno, over, count=_count(over))
         try:
             with self.looping(loop):
-                for element in self.elements(over, loop, first.iter)[:1]:
+                for element in self.elements(over, loop, first.iter):
                     self.assign(first.target, element)
                     tests += [self.evaluate(test) for test in first.ifs]
                     self._comprehend(rest, body, lengths, tests)

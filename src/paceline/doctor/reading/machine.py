@@ -264,7 +264,7 @@ class Machine(ABC):
         if all(flows):
             return flows[0] if flows[0] == flows[1] else _sooner(flows[0], flows[1])
         for flow, condition in zip(flows, reversed(conditions), strict=True):
-            if flow == "exit":
+            if flow == "exit" and len(condition.ranks) == 1:  # else all ranks are ended by their launcher
                 self.levels[0].append(condition)
             elif flow == "return":
                 self.frame.level.append(condition)

@@ -65,11 +65,14 @@ class Objects(Expressions):
             return held
         if value.code is not None and isinstance(value.code, Class) and (held := class_field(value, name)) is not None:
             return held
-        if value.kind in ("tensor", "parameter", "grad"):
+        if value.kind == "buffer" and name == "data":
+            return value
+        if value.kind in ("tensor", "parameter", "grad", "buffer"):
             return self._of_tensor(value, name)
         if name in METHODS.get(value.kind, {}):
             return Value("bound", value.labels, name, fields={"self": value})
-        child_value = Value(labels=value.labels - {"open", "some"}, line=getattr(node, "lineno", 0))
+        own = frozenset() if value.kind in ("module", "ddp") else value.labels - {"open", "some"}
+        child_value = Value(labels=own, line=getattr(node, "lineno", 0))
         if name == "loss":
             child_value.labels |= {"mean"}
         if value.kind != "scalar":

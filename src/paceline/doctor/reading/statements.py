@@ -52,8 +52,8 @@ class Reader(Definitions):
     def _do_expr(self, node: ast.Expr) -> Flow:
         mark = len(self.trace.events)
         self.evaluate(node.value)
-        ended = any(event.role == "exit" for event in self.trace.events[mark:])
-        return "exit" if ended and isinstance(node.value, ast.Call) and not self._within_try else None
+        ended = any(event.role == "exit" and event.node is node.value for event in self.trace.events[mark:])
+        return "exit" if ended and not self._within_try else None
 
     _within_try = 0
 
