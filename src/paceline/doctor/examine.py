@@ -83,7 +83,7 @@ def examine(
         findings += watched.findings
         cleared |= watched.cleared
         notes += watched.notes
-    silenced = {path: ignored_lines(Path(path).read_text(encoding="utf-8")) for path in {f.path for f in findings}}
+    silenced = {path: ignored_lines(Path(path)) for path in {finding.path for finding in findings}}
     kept = [
         finding
         for finding in merged(findings, cleared)

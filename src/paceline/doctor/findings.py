@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import tokenize
@@ -81,18 +80,15 @@ def merged(findings: Iterable[Finding], cleared: Iterable[str] = ()) -> list[Fin
 _IGNORE = re.compile(r"#\s*paceline:\s*ignore\[([\w\s,-]+)\]")
 
 
-def ignored_lines(source: str) -> dict[int, set[str]]:
-    """By line the rules that a comment ``# paceline: ignore[id, id]`` there silences.
-
-    >>> ignored_lines("a = 1\\nsave(a)  # paceline: ignore[save-on-all-ranks]\\n")
-    {2: {'save-on-all-ranks'}}
-    """
+def ignored_lines(path: Path) -> dict[int, set[str]]:
+    """By line of a file the rules that a comment ``# paceline: ignore[id, id]`` there silences."""
     found: dict[int, set[str]] = {}
     try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT and (match := _IGNORE.search(token.string)):
-                found[token.start[0]] = {name.strip() for name in match[1].split(",")}
-    except (tokenize.TokenError, IndentationError, SyntaxError):
+        with tokenize.open(path) as source:  # in the encoding that it declares
+            for token in tokenize.generate_tokens(source.readline):
+                if token.type == tokenize.COMMENT and (match := _IGNORE.search(token.string)):
+                    found[token.start[0]] = {name.strip() for name in match[1].split(",")}
+    except (tokenize.TokenError, SyntaxError, UnicodeDecodeError, OSError):
         pass  # as far as it can be read
     return found
 
@@ -134,8 +130,9 @@ def as_text(findings: Sequence[Finding], notes: Sequence[str]) -> str:
 
 def _line_of(finding: Finding) -> str | None:
     try:
-        return Path(finding.path).read_text(encoding="utf-8", errors="replace").splitlines()[finding.line - 1].strip()
-    except (OSError, IndexError):
+        with tokenize.open(finding.path) as source:
+            return source.read().splitlines()[finding.line - 1].strip()
+    except (OSError, SyntaxError, UnicodeDecodeError, IndexError):
         return None
 
 
