@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.watching.checks_data import passes
 from paceline.doctor.watching.evidence import at, count, found
 from paceline.doctor.watching.records import Account, Place, Record, Run
-from paceline.doctor.watching.sources import conditions, is_of_rank, loop_around
+from paceline.doctor.watching.sources import conditions, is_of_rank, line_of, loop_around
 
 __all__ = ["CHECKS", "Parting", "meetings", "parting"]
 
@@ -67,6 +68,25 @@ def parting(run: Run) -> Parting | None:
     return None
 
 
+def _swapped(run: Run) -> Parting | None:
+    """Two ranks that call the same in another order; their calls match in kind only."""
+    first = run.accounts[0]
+    mine = [record for record in meetings(first, run.world) if record.kind == "collective"]
+    for other in run.accounts[1:]:
+        others = [record for record in meetings(other, run.world) if record.kind == "collective"]
+        if Counter(map(_written, mine)) != Counter(map(_written, others)):
+            continue
+        for number, (a, b) in enumerate(zip(mine, others, strict=True)):
+            if _written(a) != _written(b):
+                return Parting(one=first, other=other, mine=a, others=b, number=number)
+    return None
+
+
+def _written(record: Record) -> str:
+    """The call as it stands in the source."""
+    return line_of(record.place) if record.place is not None else ""
+
+
 def _shape(record: Record) -> object:
     return record["shape"] if record.kind == "collective" and record["op"] in ("all_reduce", "broadcast") else None
 
@@ -81,7 +101,7 @@ def _parted(run: Run) -> Iterator[Finding]:
     if (skip := _skip(run)) is not None:
         yield from skip
         return
-    parted = parting(run)
+    parted = parting(run) or _swapped(run)
     if parted is None:
         return
     mine, others = parted.mine, parted.others

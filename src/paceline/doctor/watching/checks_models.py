@@ -19,7 +19,9 @@ def _wraps(run: Run) -> dict[int, Record]:
 
 
 def _graphs(run: Run, ddp: int) -> list[list[Record]]:
-    """The same graph of each rank, one after another."""
+    """The same graph of each rank, one after another. None can be seen through reentrant checkpointing."""
+    if any(r["ddp"] == ddp for r in run.all("checkpointed")):
+        return []
     each = [[r for r in account.of("graph") if r["ddp"] == ddp] for account in run.accounts]
     return [list(those) for those in zip(*each, strict=False)]
 
@@ -146,6 +148,9 @@ def _buffers(run: Run) -> Iterator[Finding]:
     for wrap in _wraps(run).values():
         if wrap["broadcasts"] or not wrap["buffers"] or run.world < 2:
             continue
+        ends = [account.first("end") for account in run.accounts]
+        if all(end is not None and len({str(e["buffers"]) for e in ends if e is not None}) == 1 for end in ends):
+            continue  # made equal in the end
         for those in zip(*(intervals(account) for account in run.accounts), strict=False):
             buffers = [one.step["buffers"] or {} for one in those]
             names = [name for name in buffers[0] if len({own.get(name) for own in buffers}) > 1]

@@ -75,7 +75,11 @@ _UNSYNCED = frozenset(
 )
 _EXPLAINED: tuple[tuple[str, frozenset[str]], ...] = (
     ("replicas-diverged", _UNSYNCED | _MEETING),
-    ("replicas-start-different", frozenset({"params-changed-after-wrap", "resume-on-one-rank"})),
+    (
+        "replicas-start-different",
+        frozenset({"params-changed-after-wrap", "resume-on-one-rank", "optimizer-stale-params"}),
+    ),
+    ("not-distributed", frozenset({"legacy-data-parallel"})),
     ("unused-parameters", frozenset({"params-changed-after-wrap", "static-graph-changes", "rank-dependent-graph"})),
     ("group-not-destroyed", _BROKEN | _MEETING),
     ("reentrant-checkpoint", frozenset({"static-graph-changes"})),

@@ -18,7 +18,7 @@ BOUND_BYTES = 100_000
 KINDS: dict[str, str] = {
     # the process
     "begin": "the rank is there: pid, thread (identifier of its main thread)",
-    "end": "the script has come to its end: code, initialized (whether the process group is still there)",
+    "end": "the script has come to its end: code, initialized (whether the process group is still there), buffers",
     "error": "an exception has left the script: type, text",
     "fault": "a hook has failed, and tells nothing: text",
     "sleep": "time.sleep of seconds",

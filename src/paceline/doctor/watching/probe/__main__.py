@@ -77,7 +77,7 @@ def _run(recorder: Recorder, script: str) -> int:
     def tell_end() -> None:
         dist = sys.modules.get("torch.distributed")
         there = dist is not None and dist.is_available() and dist.is_initialized()
-        recorder.tell("end", code=code, initialized=bool(there), places=())
+        recorder.tell("end", code=code, initialized=bool(there), buffers=_buffers(), places=())
 
     atexit.register(tell_end)  # the first to be registered is the last to be called
     module = ModuleType("__main__")
@@ -98,6 +98,12 @@ def _run(recorder: Recorder, script: str) -> int:
         recorder.tell("error", type=type(error).__name__, text=str(error)[:4000], places=_users(recorder, trace))
         sys.excepthook(type(error), error, trace)
     return code
+
+
+def _buffers() -> dict[str, str]:
+    """Digests of the buffers of DDP models, if torch was imported."""
+    optimizers = sys.modules.get("paceline.doctor.watching.probe.optimizers")
+    return optimizers.buffers() if optimizers is not None else {}
 
 
 def _users(recorder: Recorder, trace: TracebackType | None) -> tuple[Place, ...]:

@@ -14,7 +14,7 @@ from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.probe.training import replicas
 
-__all__ = ["TABLE", "gradients", "watch_steps"]
+__all__ = ["TABLE", "buffers", "gradients", "watch_steps"]
 
 _TOLD = 400
 """Of so many parameters the digests are told one by one; the rest counts in the whole's."""
@@ -86,16 +86,21 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         unheld=[
             known[id(p)] for d in replicas.all() for p in d.parameters() if p.grad is not None and id(p) not in held
         ][:_TOLD],
-        buffers={
-            name: digests.of(b)[:12]
-            for d in replicas.all()
-            for name, b in list(d.module.named_buffers())[:_TOLD]
-            if b.device.type == "cpu"
-        },
+        buffers=buffers(),
         threads=torch.get_num_threads(),
         touched=_touched(parameters),
         **facts,
     )
+
+
+def buffers() -> dict[str, str]:
+    """Digests of the buffers of all DDP models."""
+    return {
+        name: digests.of(buffer)[:12]
+        for ddp in replicas.all()
+        for name, buffer in list(ddp.module.named_buffers())[:_TOLD]
+        if buffer.device.type == "cpu"
+    }
 
 
 def _parameters(optimizer: Any) -> list[Any]:
