@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api
@@ -167,6 +167,8 @@ class Calls(Surroundings):
             arguments[0].labels |= receiver.labels & VARYING | {"shuffled"}
         if receiver.kind == "generator":
             return Value("unknown", receiver.labels & VARYING | labels_of(arguments))
+        if receiver.kind in ("unknown", "instance") and receiver.name.split(".")[0] not in LIBRARIES:
+            _escape(given.values())
         if receiver.kind in ("optimizer", "loader", "sampler", "module", "ddp", "unknown", "instance"):
             self._call_back(arguments, keywords, node)
         return self.tensor_method(receiver, name, arguments, keywords)
@@ -212,11 +214,8 @@ class Calls(Surroundings):
         if top == "random":
             return self.tensor_call(name, arguments, keywords)
         given = [*arguments, *keywords.values()]
-        if top not in LIBRARIES and name != "builtins.print":
-            for value in given:
-                for option in value.each():
-                    if option.kind in _MINDED:
-                        option.labels |= {"escaped"}
+        if top not in LIBRARIES:
+            _escape(given)
         self._call_back(arguments, keywords, node)
         if keywords.get("download") is not None:
             self.event("dataset", node, name=name, arguments=keywords)
@@ -338,6 +337,14 @@ class Calls(Surroundings):
         if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
             return self._known_method(owner, name, known, arguments, keywords, node)
         return Value(labels=labels_of([*arguments, *keywords.values()]))
+
+
+def _escape(values: Iterable[Value]) -> None:
+    """Somebody who is not known has these now, and may do anything to them."""
+    for value in values:
+        for option in value.each():
+            if option.kind in _MINDED:
+                option.labels |= {"escaped"}
 
 
 def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:

@@ -125,7 +125,8 @@ def stale_parameters(trace: Trace) -> Iterator[Finding]:
         trained = [f for label, f in _forwards(trace).items() if any(label in b.labels for b in trace.of("backward"))]
         used = {id(part) for f in trained for part in modules_in(f.subject)}
         twins = [f for f in trained if _twin(f.subject, inner) and f.number > event.number]
-        if trained and twins and not used & parts:
+        stepped = any(event.result in (step.subject, *step.arguments.values()) for step in trace.of("step"))
+        if trained and twins and stepped and not used & parts:
             yield found(
                 "optimizer-stale-params",
                 event,
