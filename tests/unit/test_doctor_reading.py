@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.doctor import reading
 from paceline.doctor.reading import Read, read
+from paceline.doctor.reading.program import Program
+from paceline.doctor.reading.statements import Reader
+from paceline.doctor.reading.values import LABELS, labels_of
 from paceline.errors import UsageError
 
 CASES = Path(__file__).parents[3] / "shared" / "doctor_cases"
@@ -175,6 +179,27 @@ if a.ddp:
     dist.destroy_process_group()
 """
     assert ids(looked_at(tmp_path, text)) == {"ddp-forward-bypassed"}
+
+
+def test_every_label_is_explained(tmp_path: Path) -> None:
+    """What went into a value is said in words that one table explains, and each of these is used."""
+    source = "".join(path.read_text() for path in Path(reading.__file__).parent.glob("*.py") if path.stem != "values")
+    assert [label for label in LABELS if f'"{label}"' not in source] == []
+    for script in sorted(CASES.glob("*.py")):
+        reader = Reader(Program(script))
+        reader.walk()
+        seen = {label for event in reader.trace.events for label in event.labels | labels_of(event.arguments.values())}
+        assert {
+            label for label in seen - set(LABELS) if not label.startswith(("forward:", "part:", "count-of-"))
+        } == set()
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_this_projects_examples_are_right(script: Path) -> None:
+    assert [finding for finding in read(script).findings if finding.level != "advice"] == []
 
 
 # --- what it bears

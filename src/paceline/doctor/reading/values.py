@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 __all__ = [
+    "LABELS",
     "NONE",
     "RANKS",
     "STEPS",
@@ -35,9 +36,55 @@ __all__ = [
 RANKS: Final = 2
 STEPS: Final = 48
 
+LABELS: Final = {
+    "rank": "some rank's number, global or local",
+    "local_rank": "the rank on its machine",
+    "global_rank": "the rank among all",
+    "data": "samples that only this rank sees",
+    "rng": "random numbers that each rank draws for itself",
+    "clock": "the time, or this process's own name, number or temporary folder",
+    "world": "the number of ranks",
+    "environment": "a variable that the launcher sets",
+    "config": "the command line",
+    "devices": "the number of GPUs",
+    "modulo-devices": "a remainder by that",
+    "cores": "the number of CPU cores",
+    "shard": "a share of a data set that is dealt out to ranks",
+    "reduced": "what ranks have agreed on since",
+    "gathered": "what `all_gather` gave of something that had a gradient",
+    "graph": "a forward that records its graph",
+    "eval": "a forward under `no_grad`",
+    "gradient": "gradients",
+    "mean": "an average over the batch",
+    "mean-of-some": "an average over what is not ignored",
+    "own-mean": "a sum over this rank's own count",
+    "sum": "a sum",
+    "count": "a sum of something without gradient",
+    "divided": "a loss that was divided or scaled",
+    "times-world": "a loss times the world size",
+    "divided-by-world": "a loss by the world size",
+    "over-global-count": "divided by what was reduced",
+    "counter": "something that is another one each time round",
+    "every-nth": "a remainder of a counter",
+    "size": "a length or shape",
+    "own-size": "a selection whose length depends on the values",
+    "unique": "`unique`: the same",
+    "listing": "the order in which a file system lists",
+    "hash-order": "the order of a set",
+    "shuffled": "a shuffle",
+    "drawn-apart": "a split that each rank draws for itself",
+    "worker": "the number of a loader's worker",
+    "worker-seed": "the seed that torch gives a loader's worker",
+    "exception": "whether something was raised",
+    "escaped": "handed to a library that is not known",
+    "some": "a list of which not every element is known",
+    "open": "a dict of which not every key is known",
+}
+"""What a value may be made of. Besides: ``forward:N``, the result of that event; ``part:N``, of that part of a model;
+``count-of-loader``, ``count-of-dataset``, ``count-of-shard``, ...: the length of such a thing."""
+
 VARYING: Final = frozenset({"rank", "local_rank", "global_rank", "data", "rng", "clock"})
-"""Labels of what is not the same on all ranks: made from the rank, from this rank's samples, from random numbers that
-are seeded differently, from the time or the process."""
+"""Labels of what is not the same on all ranks."""
 
 
 def words(text: str) -> frozenset[str]:
