@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.doctor import reading
-from paceline.doctor.reading import Read, read
+from paceline.doctor.reading import CANNOT, Read, read
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.statements import Reader
 from paceline.doctor.reading.values import LABELS, labels_of
@@ -35,7 +35,9 @@ def looked_at(folder: Path, text: str | bytes, **others: str) -> Read:
         path.write_text(content)
     script = folder / "train.py"
     script.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read(script)
+    seen = read(script)
+    assert not any(CANNOT in note for note in seen.notes)
+    return seen
 
 
 def ids(seen: Read) -> set[str]:
@@ -263,6 +265,15 @@ STRANGE: dict[str, str | bytes] = {
     "exec": "exec(open('x').read())\neval('1')\n__import__('os').system('x')\nglobals()['a'] = 1\nlocals().update(b=2)\n",
     "del and with": "with open('a') as f, open('b') as (g, h):\n    del f, g[0], h.x\n",
     "nothing is known": "from nowhere import *\nimport no.thing as t\nfor a.b[c] in t:\n    a.b += c if d else e[f:g, ..., h]\n",
+    "names of nobody": "from nowhere import *\nfor f in (api, unknown, function, back, parser, method, environment, name):\n    f(1)\n"
+    "api(1)\nunknown(2)\nfunction(f, x=1)\nback()\nparser(a)\nenvironment('x', 1)\nsuper(1)\nlen()\nrange()\nisinstance()\n"
+    "enumerate()\nzip()\nmap(f)\ngetattr(x)\nsetattr(x)\nnext()\nsorted()\nsum()\niter()\ntqdm.trange()\n",
+    "torch without arguments": "import torch, torch.distributed as d, os, functools, copy, argparse\nfrom torch import nn\n"
+    "for f in (d.all_reduce, d.broadcast, nn.Linear, nn.Sequential, nn.ModuleList, torch.save, torch.load, torch.randn):\n    f()\n"
+    "nn.parallel.DistributedDataParallel()\ntorch.utils.data.DataLoader()\ntorch.utils.data.random_split()\ncopy.deepcopy()\n"
+    "os.environ.get()\nos.environ[1]\nos.environ.update()\nfunctools.partial()\ntorch.multiprocessing.spawn()\nd.init_process_group()\n"
+    "argparse.ArgumentParser().add_argument()\ntorch.optim.SGD().step()\nnn.Module().register_buffer()\nnn.Linear(1, 1).apply()\n"
+    "torch.zeros(3).chunk()\ntorch.zeros(3).split(0)\ntorch.zeros(()).size()\ntorch.utils.data.DistributedSampler().set_epoch()\n",
     "type statements": "x: int\ny: 'T' = 1\nglobal z\nz = lambda *a, k=1, **kw: (yield)\n",
 }
 

@@ -28,6 +28,7 @@ from paceline.errors import UsageError
 __all__ = ["Read", "read"]
 
 RECURSION: Final = 12_000
+CANNOT: Final = "holds something that the reader cannot follow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ def read(script: Path) -> Read:
             reader.walk()
         except RecursionError:
             notes.append(f"{script}: nested too deeply; read in part")
+        except Exception as error:  # whatever a script may hold: what was read until then still counts
+            notes.append(f"{script}: {CANNOT} ({type(error).__name__}: {error}); read in part")
         if reader.steps_left <= 0:
             notes.append(f"{script}: too long to follow everywhere; read in part")
         findings = [finding for check in CHECKS for finding in check(reader.trace)]

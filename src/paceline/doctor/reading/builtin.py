@@ -53,7 +53,7 @@ class Builtins(Objects):
 
     def builtin(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value | None:
         """``None``: it is no such call."""
-        short = name.removeprefix("builtins.")
+        short = "range" if name.endswith(".trange") else name.removeprefix("builtins.")
         labels = labels_of([*arguments, *keywords.values()]) - {"graph"}
         first = arguments[0] if arguments else None
         if name in _PER_PROCESS:
@@ -71,9 +71,7 @@ class Builtins(Objects):
             if known is None and short in ("int", "float", "bool", "str", "max", "min"):
                 return Value("unknown", labels, first.name)
             return Value("scalar" if known else "unknown", labels, first.name if len(arguments) == 1 else "", known)
-        method = (
-            getattr(self, f"_call_{short.replace('.', '_')}", None) if short == name.removeprefix("builtins.") else None
-        )
+        method = getattr(self, f"_builtin_{short.replace('.', '_')}", None)
         return method(arguments, keywords, node) if method is not None else None
 
     def _without_arguments(self, name: str) -> Value | None:
@@ -84,7 +82,7 @@ class Builtins(Objects):
                 return Value("set", items=[], length=Known((0,)))
         return None
 
-    def _call_len(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_len(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value = arguments[0].of_kind("loader", "dataset", "sampler", "list", "tensor") or arguments[0]
         if isinstance(value.code, Class) and (method := method_of(value, "__len__")) is not None:
             size = self.call(bound(method, value), [], {}, node)
@@ -105,28 +103,28 @@ class Builtins(Objects):
             own |= value.labels & VARYING
         return Value("scalar" if known else "unknown", own, known=known)
 
-    def _call_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         bounds = [bound.known for bound in arguments[:3]]
         changing = any(bound is None or bound.loop is not None for bound in bounds)
         length = None if changing else combined(lambda *parts: len(range(*parts)), *bounds)
         return Value("range", labels_of(arguments), items=arguments[:3], length=length)
 
-    def _call_enumerate(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_enumerate(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return Value("enumerate", labels_of(arguments[:1]), fields={"of": arguments[0]}, length=arguments[0].length)
 
-    def _call_zip(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_zip(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return Value("zip", labels_of(arguments), items=arguments, length=arguments[0].length)
 
-    def _call_sorted(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_sorted(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return _freshened(arguments[0], remove={"listing", "hash-order"})
 
-    def _call_set(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_set(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = _freshened(arguments[0], remove=set())
         return Value("set", value.labels | {"hash-order"}, items=value.items)
 
-    _call_frozenset = _call_set
+    _builtin_frozenset = _builtin_set
 
-    def _call_list(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_list(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value = arguments[0]
         if value.kind in ("loader", "lazy", "enumerate", "zip"):
             return Value("list", labels_of((value,)) | {"some"}, items=[self.element(value, node)], length=value.length)
@@ -134,9 +132,9 @@ class Builtins(Objects):
             return _freshened(value, remove=set())
         return Value("list", labels_of((value,)), length=value.length) if value.kind == "range" else value
 
-    _call_tuple = _call_list
+    _builtin_tuple = _builtin_list
 
-    def _call_iter(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_iter(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value = arguments[0]
         if (loader := value.of_kind("loader")) is not None:
             self.event("iterate", node, subject=loader)
@@ -144,27 +142,27 @@ class Builtins(Objects):
             return self.call(bound(method, value), [], {}, node)
         return value
 
-    _call_reversed = _call_iter
+    _builtin_reversed = _builtin_iter
 
-    def _call_next(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_next(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value = arguments[0]
         if value.of_kind("parameters") is not None or value.kind != "instance":
             return self.element(value, node)
         return self.call_method(value, "__next__", [], {}, node)
 
-    def _call_map(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_map(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         given = [self.element(part, node) for part in arguments[1:]]
         made = self.call(arguments[0], given, {}, node)
         return Value("list", labels_of([made, *arguments[1:]]) | {"some"}, items=[made])
 
-    def _call_filter(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_filter(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return _freshened(arguments[-1], remove=set(), add={"some"})
 
-    def _call_sum(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_sum(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         inner = self.element(arguments[0], node)
         return Value("tensor" if inner.kind == "tensor" else "unknown", labels_of((inner, arguments[0])) | {"sum"})
 
-    def _call_isinstance(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_isinstance(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = arguments[0]
         name = arguments[1].name if len(arguments) > 1 else ""
         if name == "torch.nn.parallel.DistributedDataParallel" and not value.options:
@@ -174,7 +172,7 @@ class Builtins(Objects):
             return constant(value.name == name)
         return Value(labels=value.labels & {"config"})
 
-    def _call_hasattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_hasattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
         if name == "module" and value.kind in ("ddp", "module") and "module" not in value.fields:
             return constant(value.kind == "ddp")
@@ -184,7 +182,7 @@ class Builtins(Objects):
             return constant(value.name == "torch.utils.data.DistributedSampler")
         return Value()
 
-    def _call_getattr(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_getattr(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
         if isinstance(name, str):
             if len(arguments) > 2 and value.kind not in ("instance", "module", "ddp", "api", "python_module"):
@@ -196,24 +194,24 @@ class Builtins(Objects):
             self.on_read(value, field, sure=False)
         return Value(labels=value.labels, kind="unknown")
 
-    def _call_setattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_setattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         if len(arguments) == 3 and isinstance(name := arguments[1].only, str):
             self.write(arguments[0].fields, name, arguments[2])
         return NONE
 
-    def _call_vars(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_vars(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return Value("dict", arguments[0].labels | {"open"}, fields=arguments[0].fields)
 
-    def _call_dict(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+    def _builtin_dict(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
         value = arguments[0]
         return Value("dict", value.labels | {"open"}, fields={**value.fields, **keywords})
 
-    def _call_any(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+    def _builtin_any(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         return Value("unknown", labels_of([self.element(arguments[0], node)]))
 
-    _call_all = _call_any
+    _builtin_all = _builtin_any
 
-    def _call_itertools_islice(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_itertools_islice(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = arguments[0]
         bounds = [a.known for a in arguments[1:]]
         length = combined(lambda size, *b: len(range(*slice(*b).indices(size))), value.length, *bounds)
@@ -227,8 +225,8 @@ class Builtins(Objects):
             length=length,
         )
 
-    def _call_itertools_cycle(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
-        return self._call_iter(arguments, {}, node)
+    def _builtin_itertools_cycle(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+        return self._builtin_iter(arguments, {}, node)
 
 
 def _freshened(value: Value, *, remove: set[str], add: set[str] | None = None) -> Value:

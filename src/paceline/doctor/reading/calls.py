@@ -178,7 +178,7 @@ class Calls(Surroundings):
     def _call_api(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         if name == "builtins.super":
             return Value("super", fields=self._super_of(arguments))
-        if name in KEPT and arguments and name != "builtins.iter" and not name.startswith("builtins."):
+        if name in KEPT and arguments:
             return arguments[0]
         if name == "functools.partial" and arguments:
             return Value("partial", labels_of(arguments), code=(arguments[0], arguments[1:], keywords))
@@ -195,8 +195,6 @@ class Calls(Surroundings):
                 made = self.known_call(name, known, given, arguments, node)
                 if known.role in ("spawn", "process"):
                     self._spawn(known.role, given, node)
-                elif known.makes == "partial":
-                    made.code = (arguments[0], arguments[1:], keywords)
             elif known.role:
                 self.event(known.role, node, name=name, arguments=given, result=made)
             return made

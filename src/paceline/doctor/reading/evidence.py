@@ -14,7 +14,6 @@ __all__ = [
     "Step",
     "found",
     "inner_module",
-    "innermost",
     "local",
     "modules_in",
     "samplers_of",
@@ -52,10 +51,6 @@ def local(condition: Condition) -> bool:
     value = condition.value
     by_number = value.known is not None and value.known.loop is None
     return not by_number and bool(value.labels & {"data", "rng", "clock"} or (value.varies and "eval" in value.labels))
-
-
-def innermost(event: Event) -> Loop | None:
-    return event.loops[-1] if event.loops else None
 
 
 def modules_in(value: Value | None, depth: int = 12) -> Iterator[Value]:

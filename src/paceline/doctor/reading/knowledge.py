@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.doctor.reading.values import words
 
-__all__ = ["COLLECTIVES", "KEPT", "LAUNCHED", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
+__all__ = ["KEPT", "LAUNCHED", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,6 @@ wget.download download - url out
 builtins.print print -
 contextlib.nullcontext - context enter_result
 contextlib.suppress - context
-functools.partial - partial func
 argparse.ArgumentParser - parser
 copy.deepcopy - copy x
 tempfile.mkdtemp - - -
@@ -177,8 +176,6 @@ os._exit exit - status
 builtins.exit exit - status
 builtins.quit exit - status
 """)
-
-COLLECTIVES = frozenset(name for name, known in _FUNCTIONS.items() if known.role == "collective")
 
 MEAN_LOSSES = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy kl_div gaussian_nll_loss "
@@ -277,11 +274,7 @@ LAUNCHED = words(
 )
 """Variables that a launcher sets."""
 
-KEPT = words(
-    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.trange rich.progress.track torch.compile torch.jit.script "
-    "iter itertools.chain "
-    "builtins.iter builtins.reversed builtins.list builtins.tuple"
-)
+KEPT = words("tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.std.tqdm rich.progress.track itertools.chain")
 """Calls that give what they are given, as far as this matters here."""
 
 LIBRARIES = words(
