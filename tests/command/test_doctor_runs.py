@@ -169,7 +169,8 @@ def test_what_is_written_is_thrown_away(in_a_folder: Path) -> None:
     source = (
         GROUP
         + "import pathlib\nhere = pathlib.Path(__file__).parent\n"
-        + "if rank == 0:\n    open('kept.txt', 'a').write('changed')\n    torch.save(torch.ones(2), here / 'large.bin')\n"
+        + "if rank == 0:\n    open('kept.txt', 'a').write('changed')\n"
+        + "    torch.save(torch.ones(2), here / 'large.bin')\n"
         + "    (here / 'new').mkdir()\n    assert open('kept.txt').read() == 'as it waschanged'\n"
         + "dist.barrier()\ndist.destroy_process_group()\n"
     )
@@ -198,7 +199,8 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nscaler = torch.amp.GradScaler('cuda')\n"
         "for _ in range(2):\n    with torch.autocast('cuda'):\n"
         "        loss = model(torch.ones(2, 4, device=f'cuda:{local}').to(local)).mean()\n"
-        "    optimizer.zero_grad()\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        "    optimizer.zero_grad()\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n"
         "torch.cuda.synchronize()\ndist.destroy_process_group()\n"
     )
     assert told.notes == ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)

@@ -48,10 +48,10 @@ def first_failure(run: Run) -> tuple[Account, Record | None] | None:
     own = [record for record in errors if not is_echo(record)]
     failed = sorted((a for a in run.accounts if a.code), key=lambda account: account.ended_s or 0.0)
     silent = [a for a in failed if a.first("error") is None]
-    if silent and (not errors or (silent[0].ended_s or 0.0) < errors[0].at_s):
+    if silent and (not own or (silent[0].ended_s or 0.0) < own[0].at_s):
         return silent[0], None
-    for record in own:
-        return run.accounts[record.rank], record
+    if own:
+        return run.accounts[own[0].rank], own[0]
     if errors:
         return run.accounts[errors[0].rank], errors[0]
     return (failed[0], None) if failed else None

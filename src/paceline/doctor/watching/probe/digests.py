@@ -44,13 +44,32 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def rows(batch: Any) -> list[str]:
-    """A digest of each sample of a batch, over all its tensors of the same leading length."""
-    leaves = [leaf for leaf in tensors_in(batch) if leaf.dim() > 0 and leaf.device.type == "cpu" and not leaf.is_sparse]
-    if not leaves:
+    """A digest of each sample of a batch, over all its tensors and lists of strings of the same length."""
+    columns = [column for column in _columns(batch) if len(column)]
+    if not columns:
         return []
-    length = len(leaves[0])
-    flat = [leaf.detach().contiguous() for leaf in leaves if len(leaf) == length]
-    return [xxhash.xxh3_64_hexdigest(b"".join(_bytes(leaf[i]) for leaf in flat)) for i in range(min(length, _ROWS))]
+    alike = [column for column in columns if len(column) == len(columns[0])]
+    return [
+        xxhash.xxh3_64_hexdigest(b"".join(_bytes_of(column[i]) for column in alike))
+        for i in range(min(len(columns[0]), _ROWS))
+    ]
+
+
+def _columns(batch: Any) -> list[Any]:
+    """What has a value for each sample: tensors, and lists of strings."""
+    if isinstance(batch, list | tuple) and batch and all(isinstance(item, str) for item in batch):
+        return [batch]
+    if isinstance(batch, list | tuple):
+        return [column for item in batch[:_LEAVES] for column in _columns(item)]
+    return [
+        tensor.detach().contiguous()
+        for tensor in tensors_in(batch)
+        if tensor.dim() > 0 and tensor.device.type == "cpu" and not tensor.is_sparse
+    ]
+
+
+def _bytes_of(value: Any) -> bytes | memoryview:
+    return value.encode() if isinstance(value, str) else _bytes(value)
 
 
 def generators() -> dict[str, str]:
