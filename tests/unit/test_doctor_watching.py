@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from paceline.doctor.rules import RULES
-from paceline.doctor.watching.judging import judge
+from paceline.doctor.watching.judging import cleared, judge, notes
 from paceline.doctor.watching.probe.hooking import Call, Hooked, install
 from paceline.doctor.watching.probe.recorder import Recorder
-from paceline.doctor.watching.records import BOUND_BYTES, KINDS, Account, Place, Record, Run, pack
+from paceline.doctor.watching.records import BOUND_BYTES, KINDS, Account, Place, Record, Run, Stopped, pack
 from paceline.doctor.watching.scratch import Scratch
 from paceline.doctor.watching.sources import conditions, is_of_rank, loop_around, names_gpus
 
@@ -82,7 +82,7 @@ def two(path: Path) -> tuple[Told, Told]:
     return Told(0, path).tell("init"), Told(1, path).tell("init")
 
 
-def ids(*told: Told, stopped: str = "hang") -> list[str]:
+def ids(*told: Told, stopped: Stopped = "hang") -> list[str]:
     return [finding.id for finding in judge(Run(accounts=[one.account for one in told], stopped=stopped))]
 
 
@@ -173,6 +173,25 @@ def test_a_step_on_held_gradients_explains_what_comes_of_it(script: Path) -> Non
         for value in values:
             told.goes(5, synced="held").tell("step", 6, **step([value], [value]))
     assert ids(zero, one, stopped="ended") == ["unsynced-optimizer-step"]
+
+
+def test_only_what_the_run_proves_is_cleared(script: Path) -> None:
+    zero, one = two(script)
+    for told in (zero, one):
+        told.tell("sampler", 3, sampler=0, seed=0, shuffle=True).goes(5).tell("step", 6, **step(["a"], ["g"]))
+    run = Run(accounts=[zero.account, one.account], stopped="ended")
+    assert cleared(run) == {"sampler-seed-differs", "replicas-start-different"}
+    one.account.records[1].facts["seed"] = 1
+    assert cleared(run) == {"replicas-start-different"}
+
+
+def test_who_fell_silent_is_the_culprit_not_who_lost_the_connection(script: Path) -> None:
+    zero, one = two(script)
+    zero.tell("error", 15, type="RuntimeError", text="Connection closed by peer [127.0.0.1]:1")
+    zero.account.code, zero.account.ended_s = 1, 5.0
+    one.account.code, one.account.ended_s = -9, 6.0
+    run = Run(accounts=[zero.account, one.account], stopped="ended")
+    assert list(notes(run)) == ["rank 1 failed first: killed by signal 9"]
 
 
 def test_every_check_names_a_rule() -> None:

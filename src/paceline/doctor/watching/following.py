@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.doctor.watching.ranks import Rank
-from paceline.doctor.watching.records import Run
+from paceline.doctor.watching.records import Run, Stopped
 from paceline.stacks import Dumping, collect, users_line
 
 __all__ = ["follow"]
@@ -78,7 +78,7 @@ class _Following:
         if account.code and self._failed_s is None:
             self._failed_s = account.ended_s
 
-    def over(self) -> str | None:
+    def over(self) -> Stopped | None:
         """Why it is over; ``None``: it is not."""
         now_s = time.monotonic()
         living = [rank for rank in self._ranks if rank.account.ended_s is None]

@@ -98,19 +98,35 @@ def judge(run: Run) -> list[Finding]:
 
 
 def cleared(run: Run) -> frozenset[str]:
-    """Rules of which the run has shown that the script obeys them."""
+    """Rules of which the run has shown that the script obeys them: only such as no other data could break."""
+    account = run.accounts[0]
     shown = set()
-    ended = run.stopped == "ended" and all(account.code == 0 for account in run.accounts)
-    shuffled = [
-        those
-        for those in checks_data.by_loader(run.accounts[0])
-        if those[0].loader["sampler"] is not None and sum(one.trains and bool(one.indices) for one in those) > 1
+    epochs = [
+        [one.indices for one in those if one.trains and one.indices]
+        for those in checks_data.by_loader(account)
+        if those[0].loader["sampler"] is not None
     ]
-    if shuffled and all(those[0].indices != those[1].indices for those in shuffled):
+    if epochs and all(len(orders) > 1 and orders[0] != orders[1] for orders in epochs):
         shown.add("missing-set-epoch")
-    if ended and run.world > 1 and any(True for _ in run.all("collective", "backward")):
-        shown |= _MEETING
+    if run.world < 2:
+        return frozenset(shown)
+    for rule, kind, fact in _ALIKE:
+        sides = [[record[fact] for record in own.of(kind)] for own in run.accounts]
+        if sides[0] and all(side == sides[0] for side in sides):
+            shown.add(rule)
+    firsts = [own.first("step") for own in run.accounts]
+    values = [first["values"] for first in firsts if first is not None and first["plain"]]
+    if len(values) == run.world and all(own == values[0] for own in values):
+        shown.add("replicas-start-different")
     return frozenset(shown)
+
+
+_ALIKE = (
+    ("sampler-seed-differs", "sampler", "seed"),
+    ("random-split-differs", "subset", "digest"),
+    ("model-differs-across-ranks", "wrap", "shapes"),
+)
+"""Rules that are obeyed when all ranks tell the same fact of all records of a kind."""
 
 
 def notes(run: Run) -> Iterator[str]:

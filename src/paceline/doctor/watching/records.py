@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["BOUND_BYTES", "KINDS", "Account", "Place", "Record", "Run", "pack"]
+__all__ = ["BOUND_BYTES", "KINDS", "Account", "Place", "Record", "Run", "Stopped", "pack"]
 
 BOUND_BYTES = 100_000
 """The largest message; a larger one loses its facts."""
@@ -179,17 +179,20 @@ _LASTING = frozenset({"init", "wrap", "forward", "backward", "collective", "wait
 """Kinds that a rank may be found in the middle of."""
 
 
+Stopped = Literal["ended", "failed", "steps", "spawned", "hang", "time"]
+
+
 @dataclass(kw_only=True)
 class Run:
     """What all ranks have told.
 
     Args:
-        stopped: what ended it: all ranks came to their end; one failed; they had taken enough steps; nothing moved any
-            more; or time was up.
+        stopped: what ended it: all ranks came to their end; one failed; they had taken enough steps; they started ranks
+            of their own; nothing moved any more; or time was up.
     """
 
     accounts: list[Account]
-    stopped: str = "ended"
+    stopped: Stopped = "ended"
 
     @property
     def world(self) -> int:

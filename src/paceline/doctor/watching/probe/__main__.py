@@ -70,7 +70,7 @@ def _watch(recorder: Recorder, scratch: str, gpus: dict[str, Any] | None) -> Non
 
 
 def _run(recorder: Recorder, script: str) -> int:
-    """Runs the script as Python would: as ``__main__``, an exception shown without the frames of this file."""
+    """Runs the script as Python would: as ``__main__``."""
     recorder.tell("begin", pid=os.getpid(), thread=threading.get_ident(), places=())
     code = 0
 
@@ -94,9 +94,9 @@ def _run(recorder: Recorder, script: str) -> int:
             )
         raise
     except BaseException as error:
-        code, trace = 1, error.__traceback__.tb_next if error.__traceback__ else None
+        code, trace = 1, error.__traceback__
         recorder.tell("error", type=type(error).__name__, text=str(error)[:4000], places=_users(recorder, trace))
-        sys.excepthook(type(error), error, trace)
+        raise
     return code
 
 
