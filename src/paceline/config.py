@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from paceline.errors import ConfigError, did_you_mean
@@ -347,22 +348,40 @@ class Execution:
 
 
 def _check_recompute(mode: str | list[str] | dict[str, str]) -> None:
-    modes, levels = ("none", "all", "selective", "auto", "every:2"), ("keep", "selective", "full")
-    needed = "none, all, selective, auto, every:k with k >= 1, or a list of module paths"
+    needed = "none, all, selective, auto, every:k with k >= 1, a list of module paths, or a mapping of them to levels"
+    fix = "Use none for no recompute, or name blocks: [blocks.0, blocks.2]"
     if isinstance(mode, str):
         every, _, k = mode.partition(":")
-        ok = mode in modes or (every == "every" and k.isdecimal() and int(k) >= 1)
-        path = mode.strip("[] ")
-        fix = f"For a block of that name write [{path}]"
-        if path == mode and "." not in mode and "*" not in mode:
-            fix = did_you_mean(mode.lower(), modes)
+        ok = mode in _MODES or (every == "every" and k.isdecimal() and int(k) >= 1)
+        fix = "" if ok else _nearest_mode(mode)
     else:
-        ok, fix = bool(mode) and all(isinstance(path, str) and path for path in mode), "Write [blocks.0, blocks.2]"
+        ok = bool(mode) and all(isinstance(path, str) and path for path in mode)
     if isinstance(mode, dict) and ok:
-        unknown = [level for level in mode.values() if level not in levels]
+        unknown = [level for level in mode.values() if level not in _LEVELS]
         ok, needed = not unknown, "keep, selective or full for each module path"
-        fix = did_you_mean(str(unknown[0]), levels) if unknown else ""
+        fix = did_you_mean(str(unknown[0]), _LEVELS) if unknown else ""
     _require(ok, "execution.recompute", mode, needed, fix)
+
+
+_MODES, _LEVELS = ("none", "all", "selective", "auto", "every:2"), ("keep", "selective", "full")
+_NO, _YES = ("null", "~", "false", "off", "no", "0"), ("true", "on", "yes", "1")
+
+
+def _nearest_mode(text: str) -> str:
+    """What to write in place of a text that is no way to recompute."""
+    low = text.lower()
+    if low in ("", *_NO):
+        return "Use none for no recompute"
+    if low in _YES:
+        return "Use all, or auto for what fits execution.memory"
+    if text.startswith("{"):
+        return "Write a mapping of paths to levels: {blocks.0: full, blocks.1: selective}"
+    if text.startswith("[") or "." in text or "*" in text:
+        paths = [path.strip(" '\"") for path in text.strip("[] ").split(",")]
+        shown = [path if path[:1].isalpha() and path.lower() not in (*_NO, *_YES) else repr(path) for path in paths]
+        return f"For a block of that name write [{', '.join(shown)}]"
+    near = get_close_matches(low, _MODES, n=1)
+    return f"Did you mean {near[0]!r}?" if near else "Use all, or name blocks: [blocks.0, blocks.2]"
 
 
 @dataclass(frozen=True)

@@ -271,30 +271,30 @@ def _read_text(text: str, origin: str) -> dict[str, Tree]:
 
 def _merge(tree: dict[str, Tree], key: str, given: Given) -> None:
     """Sets ``key``; a value that is a mapping is laid over what is there."""
-    if given.raw.lstrip().startswith("{"):
-        for path, below in _leaves(_read_text(given.raw, f"--{key} on {_COMMAND_LINE}")):
-            _set(tree, (*key.split("."), *path), below)
-    else:
-        _set(tree, key.split("."), given)
-
-
-def _set(tree: dict[str, Tree], path: Sequence[str], given: Given) -> None:
-    *above, last = path
+    *above, last = key.split(".")
     for name in above:
-        branch = tree.get(name)
-        if not isinstance(branch, dict):
-            branch = tree[name] = {}
-        tree = branch
-    tree[last] = given
+        tree = _below(tree, name)
+    if given.raw.lstrip().startswith("{"):
+        _lay(_below(tree, last), _read_text(given.raw, f"--{key} on {_COMMAND_LINE}"))
+    else:
+        tree[last] = given
 
 
-def _leaves(tree: Mapping[str, Tree]) -> Iterator[tuple[tuple[str, ...], Given]]:
-    """With their names from the top; these may have dots, such as a module's path."""
-    for name, below in tree.items():
-        if isinstance(below, dict):
-            yield from (((name, *path), given) for path, given in _leaves(below))
+def _lay(tree: dict[str, Tree], over: Mapping[str, Tree]) -> None:
+    """Sets every value in ``over``. Names may have dots, such as a module's path; an empty mapping is one too."""
+    for name, given in over.items():
+        if isinstance(given, dict):
+            _lay(_below(tree, name), given)
         else:
-            yield (name,), dataclasses.replace(below, origin=_COMMAND_LINE)
+            tree[name] = dataclasses.replace(given, origin=_COMMAND_LINE)
+
+
+def _below(tree: dict[str, Tree], name: str) -> dict[str, Tree]:
+    """The mapping of that name, made anew in place of anything else."""
+    branch = tree.get(name)
+    if not isinstance(branch, dict):
+        branch = tree[name] = {}
+    return branch
 
 
 def _branch(tree: Mapping[str, Tree], name: str) -> dict[str, Tree]:

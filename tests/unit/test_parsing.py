@@ -157,6 +157,31 @@ def test_names_in_a_mapping_on_the_command_line_keep_their_dots(here: Path, name
     assert parse(["run.yaml", *over]).execution.recompute == {"a.b": "keep", "a.c": "full"}
 
 
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        *((nothing, "Use none for no recompute") for nothing in ("{}", "[]", "null", "~", "false", "0", "no", "''")),
+        *((everything, "Use all, or auto") for everything in ("true", "1", "yes")),
+        ("sometimes", "Use all, or name blocks: [blocks.0, blocks.2]"),
+        ("blocks.0", "For a block of that name write [blocks.0]"),
+        ("[1]", "write ['1']"),
+        ("[null]", "write ['null']"),
+        ("every:0", "Did you mean 'every:2'?"),
+        ("{a: {}}", "Leave it out for the default, none"),
+        ("{a: half}", "full, keep, selective"),
+    ],
+)
+def test_what_is_no_way_to_recompute_is_refused_with_what_to_write(here: Path, value: str, fix: str) -> None:
+    message = refused("run.yaml", "--execution.recompute", value)
+    assert message.startswith("cannot use execution.recompute") and fix in message
+    if fix.startswith("Use"):
+        assert "a list of module paths, or a mapping" in message
+
+
+def test_an_empty_mapping_changes_nothing_where_there_is_one(here: Path) -> None:
+    assert parse(["run.yaml", "--recipe", "{}", "--recipe.optimizer", "{}", "--execution", "{}"]) == parse(["run.yaml"])
+
+
 def test_the_demo_is_a_whole_run() -> None:
     found = parse([])
     assert found.config_path is None and found.run_dir == Path("runs/demo")
@@ -188,6 +213,8 @@ def test_a_task_beside_the_configuration(here: Path, monkeypatch: pytest.MonkeyP
         (["--recipe.optimizer", "3"], ["a mapping of class_path, lr"]),
         (["--recipe.optimizer.betas", "[1]"], ["[a number, a number]"]),
         (["--recipe.steps", "{a: 1}"], ["a mapping", "a whole number"]),
+        (["--recipe.steps", "{}"], ["{} (a mapping)", "a whole number"]),
+        (["--execution", "{recompute: {}}"], ["recompute={}", "Use none for no recompute, or name blocks"]),
         (["--recipe", "3"], ["a mapping"]),
         (["--recipe", "{"], ["stream end"]),
         (["--recipe.steps"], ["nothing behind it"]),
