@@ -18,7 +18,11 @@ _ECHO = re.compile(
 
 _SAYS: tuple[tuple[str, str, str], ...] = (
     (r"mutually exclusive with shuffle", "shuffle-with-sampler", "DataLoader refuses `shuffle=True` beside a sampler"),
-    (r"SyncBatchNorm expected input tensor to be on", "syncbn-on-cpu", "SyncBatchNorm refuses tensors on the CPU"),
+    (
+        r"SyncBatchNorm (expected input tensor to be on|layers only work with)",
+        "syncbn-on-cpu",
+        "SyncBatchNorm refuses tensors on the CPU",
+    ),
     (
         r"training graph has changed",
         "static-graph-changes",
