@@ -20,6 +20,7 @@ from paceline.config import Execution
 from paceline.determinism import autocast, digest
 from paceline.errors import ConfigError, UsageError
 from paceline.memory import find_blocks, fit, recompute, saved_bytes
+from paceline.memory.live import LiveBytes, gradients_in_place
 from paceline.memory.recompute import Recomputed, get_levels, set_levels
 from paceline.models import GPT, GPTConfig
 
@@ -316,13 +317,22 @@ def between(change: str, net: nn.Sequential) -> None:
             net[1].register_buffer("scale", torch.zeros(()))
 
 
-class Scaled(nn.Sequential):
+class Through(nn.Sequential):
+    """A sequence that subclasses may do more than."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Scaled(Through):
     def __init__(self) -> None:
         super().__init__(*mlp().children())
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x_BF: Tensor) -> Tensor:
-        return cast(Tensor, super().forward(x_BF)) * self.get_buffer("scale").clone()
+        return self.through(x_BF) * self.get_buffer("scale").clone()
 
 
 @pytest.mark.parametrize("mode", ["all", "selective"])
@@ -423,7 +433,7 @@ def test_a_second_backward_through_what_selective_keeps_is_refused() -> None:
     recompute(net, "selective")
     loss = net(torch.randn(8, 4)).square().sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(UsageError, match=r"block 1: found a second backward .* \(retain_graph=True, create_graph=True"):
+    with pytest.raises(UsageError, match=r"block 1: found a second backward .* \(retain_graph or create_graph"):
         loss.backward()
 
 
@@ -474,12 +484,14 @@ def test_a_block_that_takes_a_gradient_itself() -> None:
 def test_transformations_of_torch_func_and_tracing(mode: str) -> None:
     net = nn.Sequential(mlp(), mlp())
     recompute(net, mode)
-    x_BF, weights = torch.randn(8, 4), dict(net.named_parameters())
+    x_BF, weights = torch.randn(8, 4), {name: weight.detach() for name, weight in net.named_parameters()}
 
-    def called(at: dict[str, nn.Parameter]) -> Tensor:
-        return cast(Tensor, torch.func.functional_call(net, at, (x_BF,))).sum()
+    def called(at: dict[str, Tensor]) -> Tensor:
+        returned: Tensor = torch.func.functional_call(net, at, (x_BF,))
+        return returned.sum()
 
-    for transformed in (lambda: torch.func.grad(called)(weights), lambda: torch.func.vmap(net)(x_BF)):
+    takes_gradient = torch.func.grad(called)  # type: ignore[no-untyped-call]
+    for transformed in (lambda: takes_gradient(weights), lambda: torch.func.vmap(net)(x_BF)):
         with pytest.raises(UsageError, match="cannot recompute block 0: found a transformation by torch"):
             transformed()
     with torch.no_grad():
@@ -670,3 +682,149 @@ def test_a_copy_and_a_pickle_do_without() -> None:
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert get_levels(other) == {}
     assert get_levels(net) == {"layers.0": "full"}
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+class Strange(Through):
+    """Takes something from elsewhere, and hides it behind a product, which selective recompute keeps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(*mlp().children())
+        self.kind, self.seen = kind, [0]
+        self.count = torch.zeros(())
+        self.torchs, self.numpys = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        scale = torch.ones(())
+        match self.kind:
+            case "a generator":
+                scale = torch.rand((), generator=self.torchs)
+            case "numpy's generator":
+                scale = torch.tensor(self.numpys.random(dtype=np.float32))
+            case "a list":
+                self.seen.append(len(self.seen))
+                scale = scale * len(self.seen)
+            case "a tensor":
+                self.count = self.count + 1
+                scale = self.count
+            case "a buffer":
+                scale = self.get_buffer("scale").clone()
+                self.get_buffer("scale").mul_(0.5)
+        return self.through(x_BF * scale)
+
+
+@pytest.mark.parametrize("mode", ["all", "selective"])
+@pytest.mark.parametrize("kind", ["a generator", "numpy's generator", "a list", "a tensor", "a buffer"])
+def test_what_is_kept_does_not_hide_what_is_not(mode: str, kind: str) -> None:
+    net = nn.Sequential(Strange(kind), Strange(kind))
+    recompute(net, mode)
+    loss = net(torch.ones(8, 4)).sum()
+    with pytest.raises(UsageError, match="cannot recompute block 1: found another output"):
+        loss.backward()
+
+
+class Sometimes(Through):
+    """Reads a buffer, and changes it in every third call."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp().children())
+        self.calls = 0
+        self.register_buffer("codebook", torch.ones(()))
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        y_BF = self.through(x_BF) * self.get_buffer("codebook").clone()
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.get_buffer("codebook").mul_(0.5)
+        return y_BF
+
+
+@pytest.mark.parametrize("mode", ["all", "selective"])
+def test_a_buffer_that_changes_in_some_calls_only(mode: str) -> None:
+    net = nn.Sequential(Sometimes(), Sometimes())
+    recompute(net, mode)
+    for _ in range(2):
+        net(torch.ones(8, 4)).sum().backward()
+    with pytest.raises(UsageError, match="found a buffer that its forward changes in some calls only, codebook"):
+        net(torch.ones(8, 4))
+
+
+def test_batch_norm_may_begin_to_train_at_any_time() -> None:
+    digests = []
+    for mode in ("none", "all", "selective"):
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+        torch.nn.init.ones_(net.get_submodule("0.0").get_parameter("weight"))
+        net.load_state_dict({name: torch.ones_like(at) for name, at in net.state_dict().items()})
+        recompute(net, mode)
+        for call in range(1, 7):
+            net.train(call >= 3)
+            net(torch.linspace(-1, 1, 32).view(8, 4)).square().sum().backward()
+        digests.append(digest({**net.state_dict(), "gradient": gradient_of(net.get_parameter("0.0.weight"))}))
+    assert digests[0] == digests[1] == digests[2]
+
+
+@pytest.mark.parametrize("mode", ["all", "selective"])
+def test_weights_that_train_only_in_backward(mode: str) -> None:
+    """As a GAN's discriminator, frozen while the generator's loss is computed."""
+
+    def gradients(mode: str) -> str:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)))
+        recompute(net, mode)
+        x_BF = torch.linspace(-1, 1, 256).view(16, 16).requires_grad_()
+        for _ in range(5):
+            net.requires_grad_(False)
+            loss = net(x_BF).square().sum()
+            net.requires_grad_(True)
+            loss.backward()
+            assert all(weight.grad is None and weight.requires_grad for weight in net.parameters())
+        return digest({"x": gradient_of(x_BF)})
+
+    assert gradients(mode) == gradients("none")
+
+
+class Auxiliary(Through):
+    """Leaves a second loss on itself, as mixtures of experts do."""
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        y_BF = self.through(x_BF)
+        self.auxiliary = y_BF.square().mean()
+        return y_BF
+
+
+def test_what_the_second_forward_leaves_behind_is_dropped() -> None:
+    def most(mode: str) -> list[int]:
+        net = nn.Sequential(*(Auxiliary(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(4)))
+        recompute(net, mode)
+        peaks = []
+        for _ in range(3):
+            with gradients_in_place(net), LiveBytes() as live:
+                loss = net(torch.ones(256, 64)).sum()
+                for part in net:
+                    loss = loss + cast(Tensor, part.auxiliary)
+                loss.backward()
+            peaks.append(live.peak)
+        return peaks
+
+    assert max(most("all")) < 0.6 * min(most("none"))
+
+
+def test_a_large_buffer_that_is_only_read_is_not_copied() -> None:
+    class Masked(Through):
+        def __init__(self) -> None:
+            super().__init__(*mlp().children())
+            self.register_buffer("mask", torch.ones(2**20))
+
+        def forward(self, x_BF: Tensor) -> Tensor:
+            return self.through(x_BF) * self.get_buffer("mask")[:4]
+
+    net = nn.Sequential(Masked(), Masked())
+    recompute(net, "all")
+    with LiveBytes() as live:
+        net(torch.ones(8, 4)).sum().backward()
+    assert live.peak < 2**20

@@ -2,11 +2,13 @@
 
 [Note: what a forward begins with] Random numbers, arguments, weights, buffers and attributes. Torch's own generators
 are put back by ``checkpoint``; what it saves of tensor arguments it checks. The rest is here. What a forward may well
-change for itself is put back for the second one, and afterwards is what it was: Python's and numpy's generators,
-attributes that are plain values (counters, ``training``, a cache that was ``None``), and buffers, by copies. What it
-may not change is compared, in every call: weights, the contents of lists and dicts among the arguments, and buffers
-that the first forward left alone. One that it did change, such as BatchNorm's running mean, is taken for one that it
-only writes. What nothing here sees is in docs/memory.md, Limits.
+change for itself is put back for the second one, and afterwards is what it was: Python's and numpy's generators, which
+weights train, attributes that are plain values (counters, ``training``, a cache that was ``None``) or were not there,
+and buffers that the first forward changed, by copies. Attributes that the second one sets are dropped too: an auxiliary
+loss kept on the module would else keep the second forward's graph alive. What a forward may not change is compared, in
+every call: weights, the contents of lists and dicts among the arguments, and buffers that the first forward left alone.
+One that it did change, such as BatchNorm's running mean, is taken for one that it only writes, if the calls whose
+outputs are compared have seen it. What nothing here sees is in docs/memory.md, Limits.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ from torch.utils.checkpoint import CheckpointError
 from paceline.determinism import HostRandomness
 from paceline.errors import UsageError
 
-__all__ = ["Again", "buffers_copied", "count_fused_steps"]
+__all__ = ["Again", "Buffer", "count_fused_steps"]
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
+Buffer = tuple[nn.Module, str]
+"""The module that holds it, and its name there."""
+_SMALL = 2**20
+"""Bytes of a buffer that is copied though it looks unchanged: a mask, or a table of rotations, may be large."""
 Refusal = Callable[..., UsageError]
 """``refusal(found, needed=..., fix=...)``: the error of a block that is found out; both have defaults."""
 
@@ -41,6 +47,7 @@ class Again:
         arguments: of its call.
         refusal: makes the error.
         inside: makes a context of each second forward.
+        once: whether there may be only one.
     """
 
     def __init__(
@@ -49,23 +56,31 @@ class Again:
         arguments: Sequence[Any],
         refusal: Refusal,
         inside: Callable[[], AbstractContextManager[Any]],
+        *,
+        once: bool,
     ) -> None:
-        self._module, self._refusal, self._inside = module, refusal, inside
+        self._module, self._refusal, self._inside, self._once = module, refusal, inside, once
         self._randomness = HostRandomness()
         self._arguments = arguments
         self._leaves = _Noted(tree_leaves(arguments))
         self._containers: list[Any] = []
         parts = [*module.modules()]
         self._attributes = [
-            (own, {name: value for name, value in own.items() if type(value) in _PLAIN})
+            (own, {*own}, {name: value for name, value in own.items() if type(value) in _PLAIN})
             for own in (part.__dict__ for part in parts)
         ]
-        self._weights = _Noted([weight for part in parts for weight in part._parameters.values()])
-        self._buffers = _Noted([buffer for part in parts for buffer in part._buffers.values()])
-        self._began = False
+        weights = [weight for part in parts for weight in part._parameters.values()]
+        self._weights = _Noted(weights)
+        self._trained = [(weight, weight.requires_grad) for weight in weights if weight is not None]
+        self._buffers = _Noted(_buffers(module))
+        self._written: list[Buffer] = []
+        self._began = self._entered = False
 
-    def first_ended(self) -> None:
+    def first_ended(self) -> list[Buffer]:
         """Call it after the first forward, which has changed nothing that the second one needs.
+
+        Returns:
+            The buffers that it changed.
 
         Raises:
             UsageError: it has.
@@ -81,26 +96,36 @@ class Again:
         ]
         self._leaves = _Noted(tree_leaves(self._containers))
         self._arguments = ()
-        self._buffers = self._buffers.unchanged(_buffers(self._module))
+        self._buffers, changed = self._buffers.unchanged(_buffers(self._module))
+        places = [(part, name) for part in self._module.modules() for name in part._buffers]
+        # Kernels such as batch norm's write without a trace, to what is small.
+        self._written = [place for at, place in enumerate(places) if at in changed or _size(*place) <= _SMALL]
         self._began = True
+        return [places[at] for at in changed]
 
     def __enter__(self) -> None:
         if self._began:  # not so if the block's own forward runs a backward
             self._check_weights("that was changed between its forward and its backward")
-            if not self._buffers.same_objects(_buffers(self._module)) or not self._buffers.same_contents():
-                raise self._refusal("a buffer that was changed between its forward and its backward", **_BETWEEN)
+            self._check_buffers("a buffer that was changed between its forward and its backward", **_BETWEEN)
             if not self._leaves.same_objects(tree_leaves(self._containers)) or not self._leaves.same_contents():
                 found = "a list or dict among its inputs that was changed between its forward and its backward"
                 raise self._refusal(found, **_BETWEEN)
+        if self._entered and self._once:
+            found = "a second backward through what selective recompute keeps for one (retain_graph or create_graph)"
+            raise self._refusal(found, needed="one backward", fix="Let that block recompute all, at level full")
+        self._entered = True
         with ExitStack() as stack:
             stack.enter_context(self._randomness)
-            stack.enter_context(buffers_copied(self._module))
+            stack.enter_context(_copied(self._written))
             stack.enter_context(self._attributes_as_at_first())
+            stack.enter_context(self._weights_trained_as_at_first())
             stack.enter_context(self._inside())
             self._open = stack.pop_all()
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
         self._open.__exit__(kind, error, traceback)
+        if self._began:
+            self._check_buffers("a buffer that its second forward changes, and its first did not")
         if kind is CheckpointError:
             raise self._refusal("a second forward that saves more than the first") from error
         if kind is RuntimeError:
@@ -117,18 +142,35 @@ class Again:
             name = next(name for name, each in self._module.named_parameters() if self._weights.has_changed(each))
             raise self._refusal(f"a weight {what}, {name}", **(_BETWEEN if self._began else {}))
 
+    def _check_buffers(self, found: str, **beats: str) -> None:
+        if not self._buffers.same_objects(_buffers(self._module)) or not self._buffers.same_contents():
+            raise self._refusal(found, **beats)
+
     @contextmanager
     def _attributes_as_at_first(self) -> Iterator[None]:
-        now = [(own, {name: own[name] for name in names if name in own}) for own, names in self._attributes]
+        now = [(own, own.copy()) for own, _, _ in self._attributes]
         try:
-            for own, first in self._attributes:
+            for own, names, first in self._attributes:
+                for new in own.keys() - names:
+                    del own[new]
                 own.update(first)
             yield
         finally:
-            for (own, values), (_, first) in zip(now, self._attributes, strict=True):
-                for name in first.keys() - values.keys():
-                    own.pop(name, None)
-                own.update(values)
+            for own, was in now:
+                if own.keys() != was.keys() or any(own[name] is not value for name, value in was.items()):
+                    own.clear()
+                    own.update(was)
+
+    @contextmanager
+    def _weights_trained_as_at_first(self) -> Iterator[None]:
+        switched = [(weight, trained) for weight, trained in self._trained if weight.requires_grad != trained]
+        try:
+            for weight, trained in switched:
+                weight.requires_grad_(trained)
+            yield
+        finally:
+            for weight, trained in switched:
+                weight.requires_grad_(not trained)
 
 
 _BETWEEN: dict[str, str] = {
@@ -138,15 +180,14 @@ _BETWEEN: dict[str, str] = {
 _SELECTIVE: tuple[tuple[str, str, dict[str, str]], ...] = (
     (
         "selective activation checkpoint has been mutated",
-        "a change in place of what selective recompute keeps (inplace=True)",
-        {"fix": "Leave out inplace=True, or let that block recompute all"},
+        "a change in place of what selective recompute keeps",
+        {"fix": "Leave out inplace=True inside of it, and write y = y + x behind it; or let that block recompute all"},
     ),
     (
-        "Trying to backward an extra time",
-        "a second backward through what selective recompute keeps for one (retain_graph=True, create_graph=True)",
-        {"needed": "one backward", "fix": "Let that block recompute all, at level full"},
+        "encountered during backward but not found in storage",
+        "other operators in its second forward",
+        {"fix": "Under torch.autocast set cache_enabled=False; or let that block recompute all, at level full"},
     ),
-    ("encountered during backward but not found in storage", "other operators in its second forward", {}),
 )
 """What torch says, and what that means: (its words, found, other beats)."""
 
@@ -173,16 +214,15 @@ class _Noted:
         at = next(at for at, one in enumerate(self._values) if one is value)
         return _version(value) != self._versions[at]
 
-    def unchanged(self, values: list[Any]) -> _Noted:
-        """Those of these that are the same in ``values`` and were not changed in place; any will do for the others."""
-        return _Noted(
-            [
-                one if one is other and _version(one) == version else _ANY
-                for one, version, other in zip(self._values, self._versions, values, strict=True)
-            ]
-            if len(values) == len(self._values)
-            else [_ANY] * len(values)
-        )
+    def unchanged(self, values: list[Any]) -> tuple[_Noted, list[int]]:
+        """Those of these that are the same in ``values`` and were not changed in place, any will do for the others; and
+        the places of the others."""
+        changed = [
+            at
+            for at, now in enumerate(values)
+            if at >= len(self._values) or self._values[at] is not now or _version(now) != self._versions[at]
+        ]
+        return _Noted([_ANY if at in changed else value for at, value in enumerate(values)]), changed
 
 
 _ANY = object()
@@ -192,21 +232,26 @@ def _version(value: object) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
+def _size(part: nn.Module, name: str) -> int:
+    buffer = part._buffers[name]
+    return 0 if buffer is None else buffer.nbytes
+
+
 def _buffers(module: nn.Module) -> list[Tensor | None]:
     return [buffer for part in module.modules() for buffer in part._buffers.values()]
 
 
 @contextmanager
-def buffers_copied(module: nn.Module) -> Iterator[None]:
-    """Inside it the module works on copies of its buffers, which are dropped. Autograd may hold the buffers
-    themselves, so that these are not touched."""
-    buffers = [(part, name, at) for part in module.modules() for name, at in part._buffers.items() if at is not None]
+def _copied(buffers: Sequence[Buffer]) -> Iterator[None]:
+    """Inside it modules work on copies of these buffers, which are dropped. Autograd may hold the buffers themselves,
+    so that these are not touched."""
+    kept = [(part, name, part._buffers[name]) for part, name in buffers if name in part._buffers]
     try:
-        for part, name, buffer in buffers:
-            part._buffers[name] = buffer.clone()
+        for part, name, buffer in kept:
+            part._buffers[name] = None if buffer is None else buffer.clone()
         yield
     finally:
-        for part, name, buffer in buffers:
+        for part, name, buffer in kept:
             part._buffers[name] = buffer
 
 

@@ -21,14 +21,14 @@ from typing import Any, TypeAlias, cast, get_args
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.determinism import content_digest
 from paceline.errors import ConfigError, UsageError, did_you_mean
-from paceline.memory.again import Again, count_fused_steps
+from paceline.memory.again import Again, Buffer, count_fused_steps
 from paceline.memory.blocks import find_blocks, named_modules, nearest_path
+from paceline.memory.fakes import current_fakes
 from paceline.memory.plan import Level
 from paceline.memory.simulate import flop_formulas
 
@@ -182,6 +182,8 @@ class Recomputed:
         self._path, self._module, self.level = path, module, level
         self.inner: Callable[..., Any] | None = module._compiled_call_impl
         self._calls = 0
+        self._written: set[Buffer] = set()
+        """Buffers that calls changed whose outputs were compared."""
         self.timed = False
         self.forward_s = self.again_s = 0.0
 
@@ -210,22 +212,30 @@ class Recomputed:
         names, first = tuple(kwargs), []
         self._calls += 1
         # Calls 1, 2, 4, 8, ... run to their end a second time too, and must return the same bits: a block that goes
-        # astray is found in its first step, one that does so later soon enough, and hashing stays free.
-        compared = self._calls & (self._calls - 1) == 0
+        # astray is found in its first step, one that does so later soon enough, and hashing stays free. `selective`
+        # recomputes all then, but where somebody counts what it does: what it keeps would hide what it does not.
+        compared = self._calls & (self._calls - 1) == 0 and not (self.timed and self._calls > 1)
+        on_shapes = current_fakes() is not None
 
         def forward(*flat: Any) -> Any:
             at = len(flat) - len(names)
             returned = inner(*flat[:at], **dict(zip(names, flat[at:], strict=True)))
-            if compared and not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(returned)):
+            if compared and not on_shapes:
                 first.append(content_digest(returned))
                 if first[-1] != first[0]:
                     raise self.refusal("another output of its second forward than of its first")
             return returned
 
         keeping, kept = nullcontext(), nullcontext()
-        if self.level == "selective":
+        if self.level == "selective" and not (compared and torch._C._len_torch_dispatch_stack() == 0):
             keeping, kept = create_selective_checkpoint_contexts(_policy)
-        again = Again(self._module, [*args, *kwargs.values()], self.refusal, inside=lambda: self._second(kept))
+        again = Again(
+            self._module,
+            [*args, *kwargs.values()],
+            self.refusal,
+            inside=lambda: self._second(kept),
+            once=self.level == "selective",
+        )
         # All by place: of what is passed by name checkpoint overlooks the device, and its random state.
         returned = checkpoint(
             forward,
@@ -235,8 +245,16 @@ class Recomputed:
             context_fn=lambda: (keeping, again),
             early_stop=not compared,
         )
-        again.first_ended()
+        self._note_changed(again.first_ended(), compared=compared)
         return returned
+
+    def _note_changed(self, buffers: list[Buffer], *, compared: bool) -> None:
+        """One that is changed in some calls only may also be read, which no comparison has shown to be harmless."""
+        if compared:
+            self._written.update(buffers)
+        for part, name in buffers:
+            if (part, name) not in self._written and not isinstance(part, _NormBase):  # these only write
+                raise self.refusal(f"a buffer that its forward changes in some calls only, {name}")
 
     @contextmanager
     def _second(self, kept: AbstractContextManager[Any]) -> Iterator[None]:
@@ -256,7 +274,8 @@ class Recomputed:
             or "a forward that depends on its inputs, weights and random numbers alone, and changes none of them",
             fix=fix
             or f"Leave out {self._path} in execution.recompute; or look in {type(self._module).__name__}.forward for "
-            "counters, caches, and inputs or buffers that are changed and read",
+            "counters, caches, generators of its own, contexts open around forward only, and inputs or buffers that it "
+            "changes and reads",
         )
 
 
