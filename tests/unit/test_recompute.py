@@ -490,8 +490,9 @@ def test_transformations_of_torch_func_and_tracing(mode: str) -> None:
         returned: Tensor = torch.func.functional_call(net, at, (x_BF,))
         return returned.sum()
 
-    takes_gradient = torch.func.grad(called)  # type: ignore[no-untyped-call]
-    for transformed in (lambda: takes_gradient(weights), lambda: torch.func.vmap(net)(x_BF)):
+    takes_gradient: Callable[..., Any] = torch.func.grad(called)
+    vectorized: Callable[..., Any] = torch.func.vmap(net)
+    for transformed in (lambda: takes_gradient(weights), lambda: vectorized(x_BF)):
         with pytest.raises(UsageError, match="cannot recompute block 0: found a transformation by torch"):
             transformed()
     with torch.no_grad():
