@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.doctor import Finding, examine
-from paceline.doctor.examine import Limits
+from paceline.doctor.examine import Limits, examine
+from paceline.doctor.findings import Finding
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "doctor_scripts"
 RUN = {

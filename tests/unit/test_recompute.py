@@ -492,9 +492,9 @@ def test_transformations_of_torch_func_and_tracing(mode: str) -> None:
 
     takes_gradient: Callable[..., Any] = torch.func.grad(called)
     vectorized: Callable[..., Any] = torch.func.vmap(net)
-    for transformed in (lambda: takes_gradient(weights), lambda: vectorized(x_BF)):
+    for transformed, given in ((takes_gradient, weights), (vectorized, x_BF)):
         with pytest.raises(UsageError, match="cannot recompute block 0: found a transformation by torch"):
-            transformed()
+            transformed(given)
     with torch.no_grad():
         assert torch.func.vmap(net)(x_BF).shape == x_BF.shape
 

@@ -72,8 +72,7 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> int:
                 fix=f"Write --{name} {least}, or --static to read the script only",
             )
 
-    from paceline.doctor import examine
-    from paceline.doctor.examine import Limits
+    from paceline.doctor.examine import Limits, examine
     from paceline.doctor.findings import as_json, as_text
 
     limits = None
