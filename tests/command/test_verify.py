@@ -224,6 +224,44 @@ def test_no_way_to_recompute_changes_a_bit(place: Path, precision: str, compiled
     assert "2, recompute all" in ended.out
 
 
+def test_lists_and_mappings_of_blocks_are_ways_to_recompute_too(place: Path) -> None:
+    ways = ["every:2", ["blocks.0", "blocks.1"], {"blocks.*": "selective"}, ["blocks.1"]]
+    text = 'every:2, [blocks.0,blocks.1],{"blocks.*": selective},[blocks.1]'
+    words = ("--workers", "1", "--steps", "1", "--recompute", text, "--out", "recompute-named")
+    ended = paceline("verify", "tiny.yaml", *words, cwd=place).check()
+    variations = proof(place / "recompute-named")["variations"]
+    assert [variation["recompute"] for variation in variations] == [None, *ways]
+    assert len({variation["digest"] for variation in variations}) == 1
+    assert "1, recompute [blocks.0, blocks.1]" in ended.out and "1, recompute {blocks.*: selective}" in ended.out
+    own = (place / "recompute-named" / "1-recompute-way-3" / "config.yaml").read_text()
+    assert "blocks.*: selective" in own, "it must have run as asked"
+
+
+@pytest.mark.parametrize(
+    ("text", "beats"),
+    [
+        ("all,[blocks.0", ["',' or ']'", "Write --recompute 'all,every:2,"]),
+        ("all,,auto", ["cannot read --recompute"]),
+        ("{*: full}", ["cannot read --recompute", "a name with * in quotes"]),
+        ("all] [", ["cannot read --recompute"]),
+        (" ", ["cannot read --recompute: found ' '"]),
+        ("all,[]", ["found recompute=[]", "Use none"]),
+        ("null", ["found recompute='null'", "Use none"]),
+        ("[[a], b]", ["cannot use execution.recompute"]),
+        ("{blocks.0: half}", ["keep, selective or full"]),
+        ("all,[blocks.0],all", ["--recompute all twice"]),
+        ("[blocks.0],[blocks.0]", ["--recompute [blocks.0] twice"]),
+    ],
+)
+def test_a_list_of_ways_to_recompute_with_a_mistake_is_told(
+    place: Path, capsys: pytest.CaptureFixture[str], text: str, beats: list[str]
+) -> None:
+    with contextlib.chdir(place):
+        assert main(["verify", "tiny.yaml", "--workers", "1", "--recompute", text]) == 2
+    said = capsys.readouterr().err
+    assert [beat for beat in beats if beat not in said] == [], said
+
+
 def test_ways_to_recompute_that_are_none_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.chdir(place):
         assert main(["verify", "tiny.yaml", "--workers", "2", "--recompute", "all,evry:2"]) == 2

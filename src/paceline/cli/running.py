@@ -12,6 +12,7 @@ from paceline.errors import EXIT_DONE, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from paceline.parsing import Settings
+    from paceline.verify.runs import Recompute
 
 __all__ = ["launch", "train", "train_as_worker", "verify"]
 
@@ -57,7 +58,8 @@ with the first step, lane loss or parameter that differs.
                      does to itself at step N, from 1: kill, stop, crash (signals), hang, spin (endless loops), term,
                      usr1, interrupt (save and stop, then resumed). More words: at=step (the default) or exchange,
                      update, body, evaluate, save, reform, copy, join; lane=N; times=N
-  --recompute LIST   also run each with these ways to recompute: all,selective,every:2,auto
+  --recompute LIST   also run each with these ways to recompute: all, selective, every:2, auto, lists of blocks, and
+                     mappings of blocks to levels: 'all,every:2,[blocks.0, blocks.1],{"blocks.*": selective}'
   --out DIR          where proof.json and the runs go; default <run directory>-verify
   Settings as for `paceline train`.
 """
@@ -213,10 +215,30 @@ def verify(words: list[str]) -> int:
     from paceline import verify as command
 
     out = Path(options["--out"]) if "--out" in options else None
-    recompute = options["--recompute"].split(",") if "--recompute" in options else ()
+    recompute = _ways(options["--recompute"]) if "--recompute" in options else ()
     return command.verify(
         settings, workers=workers, steps=steps, interrupt=interrupt, faults=faults, recompute=recompute, out=out
     )
+
+
+def _ways(text: str) -> list[Recompute]:
+    """Ways to recompute: what YAML would read inside brackets, all of it text (a block's name may be a number)."""
+    import yaml
+
+    try:
+        read: list[Recompute] = yaml.load(f"[{text}]", Loader=yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        found, read = f"{text!r}, {error.problem}", []
+    else:
+        found = repr(text)
+    if not read:
+        raise ConfigError(
+            "cannot read --recompute",
+            found=found,
+            needed="ways to recompute, with commas between; a name with * in quotes",
+            fix="""Write --recompute 'all,every:2,[blocks.0, blocks.1],{"blocks.*": selective}'""",
+        )
+    return read
 
 
 def _whole(text: str, option: str, example: str) -> int:

@@ -20,7 +20,7 @@ from paceline.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from paceline.faults import Faults
 from paceline.parsing import Settings
 from paceline.verify import record
-from paceline.verify.runs import Variation, run
+from paceline.verify.runs import Recompute, Variation, run, shown
 from paceline.verify.table import Display, conclusion, same
 from paceline.verify.trace import first_difference, weight_gap
 
@@ -37,7 +37,7 @@ def verify(
     steps: int | None = None,
     interrupt: bool = False,
     faults: Faults | None = None,
-    recompute: Sequence[str] = (),
+    recompute: Sequence[Recompute] = (),
     out: Path | None = None,
 ) -> int:
     """Runs ``settings`` once with each number of workers, prints how the bits compare, and writes the proof.
@@ -53,7 +53,7 @@ def verify(
             comparison of resumed runs.
         faults: beside each run that has the workers for them, another one that meets them, and that does not count
             unless it has met every one. ``None``: those of ``execution.faults``, if any.
-        recompute: ways to recompute (``all``, ``every:2``, ...): beside each run, another one with each of them.
+        recompute: ways to recompute (``"all"``, ``["blocks.0"]``, ...): beside each run, another one with each of them.
         out: new or empty directory for the proof and the runs. ``None``: the proof goes to ``<run_dir>-verify``, and
             the runs stay there only when their bits differ.
 
@@ -80,8 +80,15 @@ def verify(
             needed="a budget that is less than the run needs without",
             fix="Add --execution.memory 400MiB; `paceline plan` shows what is needed",
         )
-    for mode in recompute:
-        dataclasses.replace(settings.execution, recompute=mode).check(settings.recipe)
+    for place, way in enumerate(recompute):
+        dataclasses.replace(settings.execution, recompute=way).check(settings.recipe)
+        if way in recompute[:place]:
+            raise ConfigError(
+                "cannot verify the run",
+                found=f"--recompute {shown(way)} twice",
+                needed="each way once",
+                fix="Leave out the second",
+            )
     more = interrupt or bool(recompute) or bool(faults.statements)
     _check(settings.recipe, workers, steps, interrupt, more)
     steps = steps or settings.execution.stop_at
@@ -126,7 +133,7 @@ def verify(
 
 
 def _variations(
-    runs: Path, workers: Sequence[int], interrupt: bool, faults: Faults, recompute: Sequence[str]
+    runs: Path, workers: Sequence[int], interrupt: bool, faults: Faults, recompute: Sequence[Recompute]
 ) -> Iterator[Variation]:
     paths: list[tuple[int, ...]] = [(count,) for count in workers]
     if interrupt:
@@ -134,9 +141,9 @@ def _variations(
     for path in paths:
         yield Variation(workers=path, run_dir=runs / "-".join(map(str, path)))
     for count in workers:
-        for mode in recompute:
-            run_dir = runs / f"{count}-recompute-{mode.replace(':', '-')}"
-            yield Variation(workers=(count,), run_dir=run_dir, recompute=mode)
+        for place, way in enumerate(recompute, start=1):
+            name = way.replace(":", "-") if isinstance(way, str) else f"way-{place}"
+            yield Variation(workers=(count,), run_dir=runs / f"{count}-recompute-{name}", recompute=way)
     for count in workers:
         if faults.statements and count >= faults.workers:
             yield Variation(workers=(count,), run_dir=runs / f"{count}-faults", faults=faults)

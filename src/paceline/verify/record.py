@@ -9,7 +9,8 @@ machine     {"cpu", "device", "paceline", "torch", "python"}
 variations  the first is the reference; of each:
     workers     worker counts in turn: [2], or [2, 3, 1] when it was stopped and resumed on others
     faults      null, or the sentence of the faults that it met, all of them: "kill worker=1 step=3"
-    recompute   null, or the way to recompute that it had in place of the settings' own: "every:2"
+    recompute   null, or the way to recompute that it had in place of the settings' own: "every:2", ["blocks.0"]
+                or {"blocks.*": "selective"}
     cost        null, or what those have cost: {"lost": workers, "seconds": for which the others stood still,
                 "restarts": of all workers, when none was left or a fault asked the run to stop}
     digest      of everything tracked after the last step, 32 hexadecimal digits

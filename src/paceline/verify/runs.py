@@ -21,7 +21,10 @@ from paceline.faults import Faults
 from paceline.parsing import Settings, dump
 from paceline.verify.trace import Cost, Difference, StepBits, WeightGap, cost_of, trace_of
 
-__all__ = ["Variation", "run", "stops"]
+__all__ = ["Recompute", "Variation", "run", "shown", "stops"]
+
+Recompute = str | list[str] | dict[str, str]
+"""A way to recompute, as in `paceline.Execution`."""
 
 _POLL_S = 0.2
 _ENDING_S = 20.0
@@ -37,7 +40,7 @@ class Variation:
     workers: tuple[int, ...]
     run_dir: Path
     faults: Faults = dataclasses.field(default_factory=Faults)
-    recompute: str | None = None
+    recompute: Recompute | None = None
     """A way to recompute other than the settings' own."""
     seconds: float = 0.0
     cost: Cost | None = None
@@ -49,8 +52,8 @@ class Variation:
     def name(self) -> str:
         """As in the table: ``2``, or ``2 > 3 > 1``, or ``2, recompute all``, or ``2, kill worker=1 step=3``."""
         statements = list(map(str, self.faults.statements))
-        shown = "; ".join(statements[:_NAMED]) + ("; ..." if len(statements) > _NAMED else "")
-        how = ([f"recompute {self.recompute}"] if self.recompute else []) + ([shown] if shown else [])
+        faults = "; ".join(statements[:_NAMED]) + ("; ..." if len(statements) > _NAMED else "")
+        how = ([f"recompute {shown(self.recompute)}"] if self.recompute else []) + ([faults] if faults else [])
         return ", ".join([" > ".join(map(str, self.workers)), *how])
 
     @property
@@ -69,6 +72,17 @@ class Variation:
                 fix="Run it again",
             )
         return loaded
+
+
+def shown(way: Recompute) -> str:
+    """As it is written on the command line.
+
+    >>> shown("all"), shown(["blocks.0", "blocks.1"]), shown({"blocks.*": "full"})
+    ('all', '[blocks.0, blocks.1]', '{blocks.*: full}')
+    """
+    if isinstance(way, dict):
+        return f"{{{', '.join(f'{path}: {level}' for path, level in way.items())}}}"
+    return way if isinstance(way, str) else f"[{', '.join(way)}]"
 
 
 def stops(steps: int, legs: int) -> list[int]:
