@@ -996,6 +996,36 @@ for epoch in range(4):
     dist.broadcast(torch.zeros(1), src=0)
 stop()
 """),
+        "every so often, two calls deep": script("""
+class Board:
+    def __init__(self, *names):
+        self.totals = {name: torch.zeros(1) for name in names}
+
+    def mean(self, name):
+        dist.all_reduce(self.totals[name])
+        return self.totals[name].item()
+
+    def report(self):
+        return ", ".join(f"{name} {self.mean(name)}" for name in self.totals)
+
+def chief():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+rank, local, world = start()
+board = Board("loss", "accuracy")
+for step in range(400):
+    if step % 50 == 0 and chief():
+        print(f"{step}: {board.report()}")
+stop()
+"""),
+        "every so often, the others skip": script("""
+rank, local, world = start()
+for step in range(400):
+    if not (step % 50 == 0 and rank == 0) or step < 10:
+        continue
+    dist.broadcast(torch.zeros(1), src=0)
+stop()
+"""),
         "gathered on rank 0": job("""
     def metrics(self, value):
         parts = [None] * self.world

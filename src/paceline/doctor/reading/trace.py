@@ -42,7 +42,15 @@ class Condition:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Where it may hold."""
+        """Where it may hold; of ``step % 10 == 0 and rank == 0`` each part tells, whichever iteration it is."""
+        parts = [Condition(part, self.holds, self.line) for part in self.value.items or ()]
+        match self.value.name, parts:
+            case "not", [inner]:
+                return Condition(inner.value, not self.holds, self.line).ranks
+            case ("and" | "or" as name), [_, *_] if (name == "and") is self.holds:
+                return frozenset.intersection(*(part.ranks for part in parts))
+            case "and" | "or", [_, *_]:
+                return frozenset.union(*(part.ranks for part in parts))
         return frozenset(rank for rank in range(RANKS) if self.value.truth(rank) is not (not self.holds))
 
     def at(self, rank: int, step: int) -> bool | None:
