@@ -147,7 +147,8 @@ def peak(blocks: Sequence[BlockCost], levels: Mapping[str, Level], *, fixed: int
 def choose(blocks: Sequence[BlockCost], *, fixed: int, loss: int, budget: int) -> Choice | None:
     """The levels that add the least time among those whose `peak` is at most ``budget`` bytes; ``None``: none are.
 
-    Of several, the one with the lowest peak, and of those always the same one: ways that need and add the same are told
+    Whatever is said to take, recomputing a block takes a nanosecond or more, so that without need none is. Of several
+    choices, the one with the lowest peak, and of those always the same one: ways that need and add the same are told
     apart by what the first blocks recompute, whose backward comes last, when most memory is free again.
 
     Args:
@@ -167,7 +168,7 @@ def choose(blocks: Sequence[BlockCost], *, fixed: int, loss: int, budget: int) -
     True
     """
     _check(blocks, fixed, loss)
-    ways = [[Way(option.held, option.backward, _ns(option.seconds)) for option in block.options] for block in blocks]
+    ways = [[Way(option.held, option.backward, _ns(option)) for option in block.options] for block in blocks]
     found = fastest(ways, loss=loss, room=budget - fixed)
     if found is None:
         return None
@@ -201,9 +202,9 @@ def least(blocks: Sequence[BlockCost], *, fixed: int, loss: int) -> Choice:
 _NS = 1e9
 
 
-def _ns(seconds: float) -> int:
-    """In whole nanoseconds; what takes time at all takes at least one."""
-    return max(round(seconds * _NS), int(seconds > 0))
+def _ns(option: Option) -> int:
+    """In whole nanoseconds; at least one for all but ``keep``, so that nothing is recomputed that need not be."""
+    return max(round(option.seconds * _NS), int(option.level != "keep"))
 
 
 def _check(blocks: Sequence[BlockCost], fixed: int, loss: int) -> None:
@@ -215,5 +216,5 @@ def _check(blocks: Sequence[BlockCost], fixed: int, loss: int) -> None:
     options = [option for block in blocks for option in block.options]
     if fixed + loss + sum(option.held + option.backward for option in options) > MOST_BYTES:
         raise ValueError("blocks come to an exbibyte at most")
-    if sum(_ns(option.seconds) for option in options) > MOST_NS:
+    if sum(map(_ns, options)) > MOST_NS:
         raise ValueError("blocks come to 104 days at most")
