@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -175,6 +177,7 @@ def test_a_budget_that_is_none(budget: Any) -> None:
         (lambda y: None, "a step that returns None"),
         (lambda y: y.detach().sum(), "without a gradient"),
         (lambda y: y.sum().item(), "cannot try the step"),
+        (lambda y: y.sum() * 1j, "a complex number, torch.complex64"),
     ],
 )
 def test_a_step_that_returns_no_loss(step: Callable[[Tensor], Any], found: str) -> None:
@@ -192,6 +195,145 @@ def test_a_step_that_never_calls_the_model() -> None:
         fit(model, x_BF, "1GiB")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="found a model of type str"):
         fit("model", lambda: x_BF, "1GiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["on shapes", "for real"])
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [
+        (lambda loss, optimizer: loss.backward(), "runs backward itself"),
+        (lambda loss, optimizer: torch.autograd.backward(loss), "runs backward itself"),
+        (lambda loss, optimizer: (loss.backward(), optimizer.step()), "runs backward itself"),
+        (lambda loss, optimizer: optimizer.step(), "takes an optimizer's step, of AdamW"),
+    ],
+)
+def test_a_step_that_is_a_whole_training_step_changes_nothing(
+    numbers: bool, ends: Callable[[Tensor, torch.optim.Optimizer], object], found: str
+) -> None:
+    model, head, scale, x_BF = model_of(), nn.Linear(16, 4), nn.Parameter(torch.ones(4)), torch.randn(8, 16)
+    leaves = [*head.parameters(), scale, *model.parameters()]
+    optimizer = torch.optim.AdamW(leaves, lr=0.1)
+    for leaf in leaves:
+        leaf.grad = torch.ones_like(leaf)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (head(model(x_BF)) * scale).square().mean()
+        if numbers:
+            loss.item()
+        ends(loss, optimizer)
+        return loss
+
+    before = [(leaf._version, leaf.detach().clone(), leaf.grad) for leaf in leaves]
+    with pytest.raises(UsageError, match=f"cannot try the step: found a step that {found}.*, need the forward alone"):
+        fit(model, step, "1GiB")
+    for leaf, (version, value, gradient) in zip(leaves, before, strict=True):
+        assert leaf._version == version
+        assert torch.equal(leaf, value)
+        assert leaf.grad is gradient
+        assert gradient is not None and bool((gradient == 1).all())
+    assert not optimizer.state
+    step()  # by itself it may
+
+
+def test_an_optimizer_in_another_thread_goes_on_meanwhile() -> None:
+    model, weight, x_BF = model_of(), nn.Parameter(torch.ones(1)), torch.randn(8, 16)
+    optimizer, errors = torch.optim.SGD([weight], lr=0.5), list[BaseException]()
+
+    def other() -> None:
+        try:
+            weight.square().sum().backward()
+            optimizer.step()
+        except BaseException as error:
+            errors.append(error)
+
+    def step() -> Tensor:
+        if weight.item() == 1:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(60)
+        return cast(Tensor, model(x_BF).sum())
+
+    fit(model, step, "1GiB")
+    assert errors == []
+    assert weight.item() == 0
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["on shapes", "for real"])
+def test_an_iterator_that_ends_is_told(numbers: bool) -> None:
+    model, batches = model_of(), iter([torch.randn(8, 16)] * 2)
+
+    def step() -> Tensor:
+        loss = model(next(batches)).sum()
+        return loss * loss.item() if numbers else loss  # type: ignore[no-any-return]
+
+    with pytest.raises(UsageError, match="found a step that takes from an iterator, which has ended, need a step that"):
+        fit(model, step, "1GiB")
+
+
+class Diary(nn.Module):
+    """Writes down what it sees, in all that an attribute can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+        self.last = deque[Tensor](maxlen=3)
+        self.counts: dict[str, Any] = {"a": {"n": [0, {"deep": 0}]}, "pair": ([0], {0})}
+        self.kinds, self.many = Counter[str](), defaultdict[str, list[Tensor]](list)
+        self.steps, self.inner = torch.zeros(()), {"sum": [torch.zeros(16)]}
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        self.last.append(x_BF.detach().mean())
+        self.counts["a"]["n"][0] += 1
+        self.counts["a"]["n"][1]["deep"] += 1
+        self.counts["pair"][0].append(1)
+        self.counts["pair"][1].add(len(self.counts["pair"][1]))
+        self.kinds["calls"] += 1
+        self.many["x"].append(x_BF)
+        self.steps.add_(1)
+        self.inner["sum"][0] += x_BF.detach().sum(0)
+        self.seen += 1
+        return x_BF + self.inside(x_BF)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["on shapes", "for real"])
+@pytest.mark.parametrize("outside", [False, True], ids=["of the model", "outside"])
+def test_whatever_attributes_hold_is_left_as_it_was(numbers: bool, outside: bool) -> None:
+    model, diary, x_BF = model_of(), Diary(), torch.randn(256, 16)
+    whole = nn.Sequential(*model) if outside else nn.Sequential(*model, diary)
+    diary(x_BF)
+    names = ("last", "counts", "kinds", "many", "steps", "inner", "seen")
+    held = {name: getattr(diary, name) for name in names}
+    before = {name: str(value) for name, value in held.items()}
+
+    def step() -> Tensor:
+        loss = diary(whole(x_BF)).mean() if outside else whole(x_BF).mean()
+        return loss * (1 + 0 * loss.item()) if numbers else loss  # type: ignore[no-any-return]
+
+    roomy = fit(whole, step, "1GiB")
+    assert "1" in roomy.levels
+    assert {name: str(getattr(diary, name)) for name in names} == before
+    assert all(getattr(diary, name) is value for name, value in held.items())
+    step().backward()
+
+
+def test_blocks_that_do_not_train_are_not_recomputed() -> None:
+    model, x_BF = model_of(6).requires_grad_(False), torch.randn(256, 16)
+    model[5].requires_grad_(True)
+    roomy = fit(model, lambda: model(x_BF).square().mean(), "1GiB")
+    assert set(roomy.levels.values()) == {"keep"}
+    tight = fit(model, lambda: model(x_BF).square().mean(), roomy.peak)
+    assert set(tight.levels.values()) == {"keep"}
+
+
+def test_what_cannot_be_called_or_measured_is_refused() -> None:
+    model, x_BF = model_of(), torch.randn(8, 16)
+    for step, found in ((model, "input"), (lambda x_BF, y, *, z, w=0: x_BF, "x_BF, y, z")):
+        with pytest.raises(UsageError, match=f"cannot fit a micro-batch: found a step that needs {found}, need a func"):
+            fit(model, step, "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"found a model on the meta device, .* Call model.to_empty"):
+        fit(model.to("meta"), lambda: model(x_BF.to("meta")).sum(), "1GiB")
 
 
 def test_a_mistake_in_the_step_is_its_own_error_and_told_once() -> None:

@@ -17,7 +17,7 @@ from paceline.memory.blocks import find_blocks
 from paceline.memory.plan import Level, choose, least, peak, uniform
 from paceline.memory.profile import CPU, GPU, Profile, profile, simulated_peak, with_seconds
 from paceline.memory.recompute import Recomputed, is_compiled, set_levels
-from paceline.memory.trial import Trial, leaves_of
+from paceline.memory.trial import Trial, leaves_of, missing_arguments
 from paceline.sizes import parse_size, show_size
 
 __all__ = ["Fit", "find_fit", "fit", "peak_with"]
@@ -78,8 +78,8 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
     auto``. Bytes are counted on shapes alone, so that no step larger than the budget is ever run, unless the forward
     looks at numbers, as ``.item()`` does: then on real tensors. Seconds are measured in a few real forwards and
     backwards, in which all blocks recompute. What the step reaches, inside the model or not, is left as it was:
-    gradients, buffers, attributes, random states. A tensor that it changes itself, past all modules, is not. No bit of
-    a result ever changes. Not collective, so another worker may choose otherwise: that moves no bit.
+    gradients, buffers, attributes, random states. What it changes itself, past all modules, is not. No bit of a
+    result ever changes. Not collective, so another worker may choose otherwise: that moves no bit.
 
     Args:
         step: the forward of one micro-batch; enters autocast itself and returns the loss.
@@ -88,8 +88,8 @@ def fit(model: nn.Module, step: Callable[[], Tensor], budget: int | str) -> Fit:
 
     Raises:
         ConfigError: no choice fits, the model has no repeated blocks, or the budget is nonsense.
-        UsageError: a step that returns no loss, or does not call the model; a block that cannot be recomputed, see
-            `recompute`; or a step that can be run, but not followed.
+        UsageError: a step that returns no loss, does not call the model, or runs backward or an optimizer itself; a
+            block that cannot be recomputed, see `recompute`; or a step that can be run, but not followed.
 
     >>> block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     >>> model = nn.Sequential(*[block() for _ in range(8)])
@@ -248,17 +248,19 @@ def _checked_budget(budget: object) -> int:
 
 
 def _check_arguments(model: object, step: object) -> None:
-    for name, given, needed, right in (
-        ("model", model, "a torch.nn.Module", isinstance(model, nn.Module)),
-        ("step", step, "a function without arguments that returns the loss", callable(step)),
-    ):
-        if not right:
-            raise UsageError(
-                "cannot fit a micro-batch",
-                found=f"a {name} of type {type(given).__name__}",
-                needed=needed,
-                fix="Write fit(model, lambda: F.cross_entropy(model(x), y), '2GiB')",
-            )
+    found, needed = None, "a function without arguments that returns the loss"
+    fix = "Write fit(model, lambda: F.cross_entropy(model(x), y), '2GiB')"
+    if not isinstance(model, nn.Module):
+        found, needed = f"a model of type {type(model).__name__}", "a torch.nn.Module"
+    elif any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        found, needed = "a model on the meta device", "a model where it will train: seconds are measured there"
+        fix = "Call model.to_empty(device=...) and initialize it before"
+    elif not callable(step):
+        found = f"a step of type {type(step).__name__}"
+    elif missing := missing_arguments(step):
+        found = f"a step that needs {missing}"
+    if found is not None:
+        raise UsageError("cannot fit a micro-batch", found=found, needed=needed, fix=fix)
 
 
 def _device_of(model: nn.Module) -> torch.device:
