@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.errors import UsageError
 from paceline.memory import recompute, saved_bytes
 from paceline.memory.live import shapes_only
 
@@ -109,7 +111,7 @@ def test_what_needs_no_gradient_saves_nothing() -> None:
     assert saved_bytes(lambda: x_BF.exp() * x_BF).packed == 0
 
 
-def test_each_call_counts_anew_and_an_outer_one_counts_what_no_inner_one_does() -> None:
+def test_each_call_counts_anew_and_an_outer_one_counts_what_inner_ones_do() -> None:
     x = torch.randn(10, requires_grad=True)
     inner: list[int] = []
 
@@ -117,8 +119,37 @@ def test_each_call_counts_anew_and_an_outer_one_counts_what_no_inner_one_does() 
         x.exp()
         inner.append(saved_bytes(x.exp).packed)
 
-    assert saved_bytes(nested).packed == 40
-    assert inner == [40]
+    assert saved_bytes(nested).packed == 80
+    assert saved_bytes(lambda: saved_bytes(nested)).packed == 80
+    assert inner == [40, 40]
+
+
+def test_an_error_in_an_inner_call_leaves_the_outer_one_on() -> None:
+    x = torch.randn(10, requires_grad=True)
+
+    def nested() -> None:
+        with pytest.raises(RuntimeError, match="size"):
+            saved_bytes(lambda: x.exp() + torch.zeros(3))
+        x.exp()
+
+    assert saved_bytes(nested).packed == 80
+    assert saved_bytes(x.exp).packed == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((None,), "a NoneType in place of a function"),
+        ((torch.zeros(3),), "a Tensor in place of a function"),
+        ((nn.Linear(3, 3),), "a function that needs input"),
+        ((lambda x, *, y, z=0: x,), "a function that needs x, y"),
+        ((lambda: None, "model"), "a model of type str"),
+        ((lambda: None, [nn.Linear(3, 3)]), "a model of type list"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: tuple[Any, ...], found: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot measure what autograd keeps: found {found}, need a function without"):
+        saved_bytes(*arguments)
 
 
 def test_gradients_inside_are_those_without_the_meter() -> None:
@@ -345,9 +376,9 @@ def test_nested_meters_and_nested_checkpoints() -> None:
 
     outer = saved_bytes(nested, model)
     assert inner[0] == saved_bytes(lambda: model(x_BF), model)
-    # The input of the outer checkpoint, before the model began, is the first shared layer's input too.
-    assert outer.held == inner[0].held
-    assert outer.modules[""].held == inner[0].held - x_BF.nbytes
+    # The input, of the first call, is that of the checkpoint and of the first shared layer of the third call too.
+    assert outer.held == 2 * inner[0].held - x_BF.nbytes
+    assert outer.modules[""].held == outer.held
 
 
 def test_whole_steps_count_once_what_recompute_makes_in_backward_not_at_all() -> None:

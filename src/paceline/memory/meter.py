@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from paceline.errors import UsageError
 from paceline.memory.recompute import Recomputed
+from paceline.memory.trial import missing_arguments
 
 __all__ = ["SavedBytes", "saved_bytes"]
 
@@ -45,12 +48,16 @@ def saved_bytes(fn: Callable[[], object], model: nn.Module | None = None) -> Sav
     ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` only the inputs of the checkpointed part are saved,
     and so counted: for the module that called it, or, by `paceline.memory.recompute`, for the block. What is kept past
     autograd is not seen: keyword arguments of a checkpointed part, attributes of a ``ctx``, and what a selective
-    checkpoint keeps. This is `torch.autograd.graph.saved_tensors_hooks`.
+    checkpoint keeps. This is `torch.autograd.graph.saved_tensors_hooks`. Calls may lie inside one another; an outer one
+    counts what inner ones do.
 
     Args:
         fn: forward, or a whole step.
         model: tells the parts of this model apart; ``fn`` calls it, or modules in it. A module that is registered twice
             goes by its first path. What lies inside a compiled module is not told apart, and left out.
+
+    Raises:
+        UsageError: ``fn`` is no function without arguments, or ``model`` no module.
 
     >>> model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     >>> x_BF = torch.zeros(64, 256)
@@ -60,14 +67,32 @@ def saved_bytes(fn: Callable[[], object], model: nn.Module | None = None) -> Sav
     >>> saved.modules["0"].held, saved.modules["1"].held
     (65536, 65536)
     """
-    meter = _Meter(model)
-    with meter.watching(), torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
-        fn()
+    _check(fn, model)
+    meter = _Meter(model, outer=_innermost.get())
+    before = _innermost.set(meter)
+    try:
+        with meter.watching(), torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
+            fn()
+    finally:
+        _innermost.reset(before)
     return meter.result()
 
 
+def _check(fn: object, model: object) -> None:
+    missing = missing_arguments(fn)
+    if not callable(fn) or missing or not isinstance(model, nn.Module | None):
+        wrong = f"a function that needs {missing}" if missing else f"a {type(fn).__name__} in place of a function"
+        raise UsageError(
+            "cannot measure what autograd keeps",
+            found=f"a model of type {type(model).__name__}" if callable(fn) and not missing else wrong,
+            needed="a function without arguments, and the torch.nn.Module whose parts shall be told apart, or none",
+            fix="Write saved_bytes(lambda: model(x), model)",
+        )
+
+
 class _Meter:
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, *, outer: _Meter | None) -> None:
+        self._outer = outer  # autograd tells the innermost hooks alone
         # By weak reference, so that an address which is freed and used again is another storage. The Python object of
         # a storage lives as long as the storage itself.
         self._known: WeakSet[torch.UntypedStorage] = WeakSet()
@@ -83,6 +108,8 @@ class _Meter:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """What autograd calls for each tensor that it saves."""
+        if self._outer is not None:
+            self._outer.pack(tensor)
         is_parameter = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
         for part in _parts(tensor):
             storage = part.untyped_storage()
@@ -110,6 +137,10 @@ class _Meter:
     def result(self) -> SavedBytes:
         modules = {path: SavedBytes(packed=at["packed"], held=at["held"]) for path, at in self._by_path.items()}
         return SavedBytes(packed=self._total["packed"], held=self._total["held"], modules=modules)
+
+
+_innermost: ContextVar[_Meter | None] = ContextVar("_innermost", default=None)
+"""The meter that is on."""
 
 
 class _Noted:
