@@ -123,3 +123,8 @@ def test_a_device_that_is_not_there_is_refused(name: Any) -> None:
     for measure in (Peak, resident_bytes):
         with pytest.raises(UsageError, match=rf"cannot measure the memory of {name}: found .*, need cpu, or cuda"):
             measure(name)
+
+
+def test_a_model_in_place_of_a_device_is_named_shortly() -> None:
+    with pytest.raises(UsageError, match="cannot measure the memory of a Sequential: found no device that torch knows"):
+        Peak(torch.nn.Sequential(torch.nn.Linear(2, 2)))  # type: ignore[arg-type]

@@ -116,8 +116,9 @@ def _known(device: torch.device | str) -> torch.device:
     try:
         known = torch.device(device)
     except (RuntimeError, TypeError):
+        named = device if device is None or isinstance(device, str) else f"a {type(device).__name__}"
         raise UsageError(
-            f"cannot measure the memory of {device}",
+            f"cannot measure the memory of {named}",
             found="no device that torch knows",
             needed="cpu, or cuda where there is one",
             fix="Give run.device",
