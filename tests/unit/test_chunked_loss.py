@@ -88,8 +88,15 @@ def test_a_target_to_be_ignored_adds_nothing() -> None:
         run(chunked(6), hidden, weight, bias, targets), run(plain, hidden, weight, bias, targets), strict=True
     ):
         assert relative_error(tensor, reference) < 1e-13
-    with pytest.raises(IndexError, match="out of bounds"):
-        chunked_cross_entropy(hidden, weight, torch.full((N,), V), chunks=3)
+
+
+@pytest.mark.parametrize("target", [V, -1, -101, 2**40])
+def test_a_target_that_is_no_token_is_refused(target: int) -> None:
+    hidden, weight, _, targets = inputs()
+    targets[:] = -100
+    targets[17] = target
+    with pytest.raises(UsageError, match=rf"found targets from {target} to {target}, need 0 to 100, or -100 for"):
+        chunked_cross_entropy(hidden, weight, targets, chunks=3)
 
 
 def test_under_autocast_logits_are_rounded_as_in_the_plain_loss_and_the_sum_is_float32() -> None:
@@ -207,14 +214,21 @@ def test_no_tokens_have_no_loss() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chunks": 0}, r"found chunks=0, need a whole number >= 1"),
+        *(
+            ({"chunks": chunks}, rf"found chunks={chunks!r} for 29 tokens, need a whole number from 1 to 4096")
+            for chunks in (0, -1, 4097, 10**8, 1.5, None, "2", True)
+        ),
+        *(
+            ({"targets_N": torch.zeros(N, dtype=kind)}, f"found targets of {kind}")
+            for kind in (torch.int8, torch.float)
+        ),
         ({"hidden_NC": torch.zeros(2, 5, C)}, r"found hidden \(2, 5, 6\), .* Flatten"),
         ({"hidden_NC": torch.zeros(N, C + 1)}, r"found hidden \(29, 7\), weight \(101, 6\)"),
         ({"targets_N": torch.zeros(N - 1, dtype=torch.int64)}, r"targets \(28,\), need \(tokens, width\)"),
         ({"bias_V": torch.zeros(1)}, r"found bias \(1,\), need \(101,\)"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     hidden, weight, bias, targets = inputs()
     arguments = {"hidden_NC": hidden, "weight_VC": weight, "targets_N": targets, "bias_V": bias, "chunks": 4}
     with pytest.raises(UsageError, match=message):

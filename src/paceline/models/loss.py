@@ -28,6 +28,7 @@ __all__ = ["chunked_cross_entropy"]
 
 _IGNORED = -100  # torch's: such a target adds nothing
 _ROWS = 4096
+_MOST_CHUNKS = 4096  # each costs a dozen operators, and a chunk that small frees nothing any more
 
 
 def chunked_cross_entropy(
@@ -43,7 +44,8 @@ def chunked_cross_entropy(
         hidden_NC: what the output head takes, one row a token.
         weight_VC: the head's matrix, that of a `torch.nn.Linear`.
         targets_N: int64, the right token of each; -100: it does not count.
-        chunks: parts into which the tokens are split. With more of them than tokens, each token is one.
+        chunks: parts into which the tokens are split, 4,096 at most. With more of them than tokens, as a last batch may
+            have, each token is one.
         bias_V: the head's bias, if it has one.
 
     Returns:
@@ -51,7 +53,8 @@ def chunked_cross_entropy(
         with it; they can be used for one backward, and not be differentiated again.
 
     Raises:
-        UsageError: ``chunks`` below 1, or other shapes; in backward: the second one, or ``create_graph=True``.
+        UsageError: ``chunks`` out of range, other shapes or dtypes, or on a CPU a target that is no token; in backward:
+            the second one, or ``create_graph=True``.
 
     >>> hidden_NC, weight_VC = torch.randn(6, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
     >>> loss = chunked_cross_entropy(hidden_NC, weight_VC, torch.arange(6), chunks=3)
@@ -96,7 +99,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_NC), size):
             x_nC, targets_n = x_NC[start : start + size], targets_N[start : start + size]
             chance_nV = F.log_softmax(F.linear(x_nC, w_VC, b_V), dim=-1, dtype=full)
-            loss += F.nll_loss(chance_nV, targets_n, reduction="sum", ignore_index=_IGNORED)
+            try:
+                loss += F.nll_loss(chance_nV, targets_n, reduction="sum", ignore_index=_IGNORED)
+            except IndexError:  # a GPU finds out later, and in its own words
+                counted = targets_n[targets_n != _IGNORED]
+                raise _refusal(
+                    f"targets from {counted.min().item()} to {counted.max().item()}",
+                    f"0 to {len(w_VC) - 1}, or {_IGNORED} for one that does not count",
+                    "Give the head as many rows as there are tokens",
+                ) from None
             if not (of_hidden or of_weight or of_bias):
                 continue
             counts_n = targets_n != _IGNORED
@@ -140,19 +151,32 @@ def _add_product(into_VC: Tensor, left_Vn: Tensor, right_nC: Tensor) -> None:
         into_vC += left_vn @ right_nC
 
 
-def _check(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunks: int, bias_V: Tensor | None) -> None:
-    def refuse(found: str, needed: str, fix: str) -> None:
-        raise UsageError("cannot compute the loss in chunks", found=found, needed=needed, fix=fix)
-
-    if chunks < 1:
-        refuse(f"chunks={chunks}", "a whole number >= 1", "Use chunks=8")
+def _check(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunks: object, bias_V: Tensor | None) -> None:
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= _MOST_CHUNKS:
+        raise _refusal(
+            f"chunks={chunks!r} for {targets_N.numel()} tokens",
+            f"a whole number from 1 to {_MOST_CHUNKS}",
+            "Use chunks=8, or so many that each has some hundred tokens",
+        )
     shapes = [tuple(tensor.shape) for tensor in (hidden_NC, weight_VC, targets_N)]
     fits = [len(shape) for shape in shapes] == [2, 2, 1]
     if not fits or hidden_NC.shape[1] != weight_VC.shape[1] or len(hidden_NC) != len(targets_N):
-        refuse(
+        raise _refusal(
             f"hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]}",
             "(tokens, width), (vocabulary, width), (tokens,)",
             "Flatten samples and their tokens: hidden_BTC.flatten(0, 1), targets_BT.flatten()",
         )
     if bias_V is not None and bias_V.shape != weight_VC.shape[:1]:
-        refuse(f"bias {tuple(bias_V.shape)}", f"({len(weight_VC)},), one per token id", "Use that of the head itself")
+        raise _refusal(
+            f"bias {tuple(bias_V.shape)}", f"({len(weight_VC)},), one per token id", "Use that of the head itself"
+        )
+    if targets_N.dtype != torch.int64:
+        raise _refusal(
+            f"targets of {targets_N.dtype}",
+            "torch.int64, the number of the right token",
+            "Give whole numbers, as by targets_N.long()",
+        )
+
+
+def _refusal(found: str, needed: str, fix: str) -> UsageError:
+    return UsageError("cannot compute the loss in chunks", found=found, needed=needed, fix=fix)
