@@ -64,7 +64,7 @@ def train(
         PacelineError: whatever `Run` and the task raise; the checkpoints so far stay good.
     """
     about = {**(about or {}), "data": task.fingerprint()}
-    task.chunk_loss(recipe.loss_chunks)
+    task.chunk_loss(recipe.loss_chunks, samples=recipe.micro_batch)
     with Run(recipe, execution, resume=resume, about=about, sinks=sinks) as run, Peak(run.device) as most:
         with forked_randomness(run.device):
             process = process_bytes(run.recipe) if _plans_memory(execution) else 0  # before there is a model

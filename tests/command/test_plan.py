@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 from driving import DEADLINE_S, Ended, paceline, result, start, write_tiny
+
+from paceline.planning.waiting import waiting
 
 PUBLISHED = {
     "Llama 2 7B": (6_738_415_616, {"vocabulary": 32000, "width": 4096, "layers": 32, "heads": 32, "hidden": 11008}),
@@ -83,6 +87,19 @@ class Wrong(Looks):
         if self.what == "vector":
             return loss.sum(1), len(loss)
         return {"number": 1.0, "detached": loss.sum().detach()}[self.what], len(loss)
+
+
+class Huge(Looks):
+    def __init__(self, built: str):
+        super().__init__()
+        self.built = built
+
+    def build_model(self):
+        if self.built == "alone":
+            return nn.Linear(2**40, 2**30)
+        model = nn.Linear(10**10, 10**6)  # 36 PiB: torch can count these, and nobody can hold them
+        assert float(model.weight.sum()) > 0
+        return model
 
 
 class OddOne(Looks):
@@ -234,6 +251,15 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--execution.memory", "lots"], "execution.memory"),
     (["--execution.recompute", "[blocks.9]"], "no module 'blocks.9'"),
     (["--execution.recompute", "sometimes"], "recompute"),
+    (["--task.width", "10000000000"], "Check width and hidden"),
+    (["--task.width", "1200000000000", "--task.heads", "12"], "Check width and hidden"),
+    (["--task.vocabulary", "99999999999999"], "embedding.weight of shape (99999999999999, 32): 3.2e+15 numbers"),
+    (["--task.layers", "1000000000000"], "Check layers, width and hidden"),
+    (["--task.context", "100000000000"], "a tensor of 745 GiB at once, need sizes that a machine can hold"),
+    (
+        ["--recipe.loss_chunks", "65"],
+        "recipe.loss_chunks=65, and micro-batches of 64 tokens (recipe.micro_batch=2 x 32)",
+    ),
 ]
 
 
@@ -242,6 +268,47 @@ def test_a_mistake_is_told_in_a_line(place: Path) -> None:
     ended = plans(place, *([str(config), *words] for words, _ in MISTAKES))
     for (_, said), each in zip(MISTAKES, ended, strict=True):
         assert said in each.check(2).error
+
+
+@pytest.mark.parametrize("built", ["alone", "and_read"])
+def test_sizes_that_no_machine_can_hold_are_told(place: Path, built: str) -> None:
+    config = write(place, "huge", {"class_path": "mine.Huge", "init_args": {"built": built}})
+    (ended,) = plans(place, [str(config), "-n", "1"])
+    said = ended.check(2).error
+    assert "need sizes that a machine can hold" in said and "Check the sizes in task.init_args" in said
+    assert "micro_batch or" not in said and len(ended.err.splitlines()) == 1
+
+
+def test_more_chunks_of_the_loss_than_tokens_are_refused_before_a_run_begins(place: Path) -> None:
+    words = ("--recipe.loss_chunks", "9999999", "-n", "1", "--run-dir", "chunks")
+    said = paceline("train", str(write_tiny(place, "cpu")), *words, cwd=place).check(2).error
+    assert "recipe.loss_chunks=9999999, and micro-batches of" in said
+    assert not (place / "chunks" / "checkpoints").exists()
+
+
+def test_a_long_plan_tells_what_it_does_from_the_first_seconds_on(place: Path) -> None:
+    config = write(place, "deep", language(vocabulary=100, width=32, layers=10_000_000, context=32))
+    words = [sys.executable, "-m", "paceline", "plan", str(config), "-n", "1", "--memory", "1GiB"]
+    with subprocess.Popen(words, cwd=place, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stderr is not None
+        late = threading.Timer(DEADLINE_S, command.kill)
+        late.start()
+        told = command.stderr.readline()
+        late.cancel()
+        command.kill()
+    assert re.match(r"paceline plan: building the model, [\d,]+ modules so far, \d s$", told), told
+
+
+def test_time_moves_on_in_what_is_shown_while_the_work_says_nothing() -> None:
+    shown = io.StringIO()
+    with waiting("look", patience_s=0.05, every_s=0.05, stream=shown) as tell:
+        tell("step 1 of 2")
+        time.sleep(0.5)
+    lines = shown.getvalue().splitlines()
+    assert len(lines) > 2 and set(lines) <= {"look: step 1 of 2, 0 s", "look: step 1 of 2, 1 s"}
+    with waiting("look", stream=(unseen := io.StringIO())) as tell:
+        tell("step 1 of 2")
+    assert unseen.getvalue() == ""
 
 
 WRONG = {

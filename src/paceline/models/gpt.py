@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from paceline.errors import ConfigError
 from paceline.models.loss import chunked_cross_entropy
 
-__all__ = ["GPT", "Block", "Cache", "GPTConfig", "flops_per_token", "parameter_count"]
+__all__ = ["GPT", "Block", "Cache", "GPTConfig", "default_heads", "flops_per_token", "parameter_count"]
+
+_MOST = 2**46
+"""Numbers in a model: 256 TiB in float32, several times what the largest machines hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value < 1:
                 _refuse(f"{name}={value}", f"{name} >= 1", f"Use a whole number from 1 for {name}")
+        self._check_size()
         if self.width % self.heads:
             fits = ", ".join(str(heads) for heads in _head_counts(self.width))
             _refuse(
@@ -75,7 +79,7 @@ class GPTConfig:
                 f"Use width={self.width + self.heads}, or another number of heads",
             )
         if self.heads % self.kv_heads:
-            fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            fits = ", ".join(map(str, _divisors(self.heads)))
             _refuse(
                 f"heads={self.heads}, kv_heads={self.kv_heads}",
                 "heads to be a multiple of kv_heads",
@@ -88,6 +92,26 @@ class GPTConfig:
             if not (value > 0 and math.isfinite(value)):
                 _refuse(f"{name}={value}", f"a finite {name} > 0", f"Leave out {name} for the default")
 
+    def _check_size(self) -> None:
+        """Refuses what no machine can hold, by the largest tensor's name: torch would say that a number overflowed."""
+        named = {
+            "embedding.weight": ((self.vocabulary, self.width), "vocabulary and width"),
+            "blocks.0.attention.out.weight": ((self.width, self.width), "width"),
+            "blocks.0.feed_forward.up.weight": ((self.hidden, self.width), "width and hidden"),
+            "rotary_2TD": ((2, self.context, self.head_size // 2), "context"),
+        }
+        name, (shape, settings) = max(named.items(), key=lambda item: math.prod(item[1][0]))
+        found, count = f"{name} of shape {shape}", math.prod(shape)
+        if count <= _MOST:
+            count = parameter_count(self)
+            found, settings = (
+                f"layers={self.layers}, width={self.width}, hidden={self.hidden}",
+                "layers, width and hidden",
+            )
+        if count > _MOST:
+            needed = f"at most {_MOST:.1e}: in float32 these are 256 TiB, and no machine holds more"
+            _refuse(f"{found}: {count:.1e} numbers", needed, f"Check {settings}")
+
     @property
     def head_size(self) -> int:
         """Channels of one head."""
@@ -99,7 +123,23 @@ def _refuse(found: str, needed: str, fix: str) -> None:
 
 
 def _head_counts(width: int) -> list[int]:
-    return [heads for heads in range(1, width // 2 + 1) if width % heads == 0 and width // heads % 2 == 0]
+    return [heads for heads in _divisors(width) if width // heads % 2 == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    low = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
+    return [*low, *(number // factor for factor in reversed(low) if factor**2 != number)]
+
+
+def default_heads(width: int) -> int:
+    """The most heads of at least 64 channels (an even number) that divide the width; one for a narrow model.
+
+    >>> default_heads(768), default_heads(100)
+    (12, 1)
+    """
+    if width < 1 or width**2 > _MOST:
+        return 1  # `GPTConfig` refuses that width
+    return max((heads for heads in _head_counts(width) if width // heads >= 64), default=1)
 
 
 class Cache:

@@ -83,7 +83,7 @@ def _look(settings: Settings, workers: int, budget: Budget, process: int) -> tup
     def outlook_of(looked: Looked) -> Outlook:
         return _outlook(settings, own_mode, workers, budget, process, looked)
 
-    with waiting("paceline plan: steps on shapes") as tell:
+    with waiting("paceline plan") as tell:
         looked = look(
             settings,
             own_mode=own_mode,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._pytree import tree_map_only
 
 from paceline.config import Execution, Recipe
@@ -65,7 +67,7 @@ def look(settings: Settings, *, own_mode: str, most: int, further: Further, tell
         own_mode: what the run's way to recompute is called.
         most: the largest micro-batch to look at; less is where samples are huge.
         further: called once.
-        tell: of the forwards and backwards so far, and of all.
+        tell: what is being done.
 
     Raises:
         ConfigError: a mistake in the task, of whatever kind.
@@ -74,7 +76,7 @@ def look(settings: Settings, *, own_mode: str, most: int, further: Further, tell
     name, now = settings.task.class_path.rpartition(".")[2], settings.recipe.micro_batch
     with told(name):
         task = settings.task.make()
-        task.chunk_loss(settings.recipe.loss_chunks)
+        task.chunk_loss(settings.recipe.loss_chunks, samples=now)
         sample_bytes = max(1, storage_bytes(_example(task, 1)))
         if sample_bytes * now > psutil.virtual_memory().available:
             raise ConfigError(
@@ -144,21 +146,30 @@ def _looked(
 ) -> Looked:
     recipe, execution = settings.recipe, settings.execution
     now = recipe.micro_batch
-    with build(task, real=real) as (model, why):
+    with ExitStack() as stack:
+        with _modules_told(tell):
+            model, why = stack.enter_context(build(task, real=real))
+        tell("looking for blocks")
         blocks = blocks_of(model, execution)
         modes = _modes(model, execution, own_mode)
         levels, steps = len(get_args(Level)), 0
 
         def costs_of(size: int, ahead: int) -> Profile:
-            def done() -> None:
+            def next_one() -> None:
                 nonlocal steps
                 steps += 1
-                tell(steps, levels * (len(costs) + ahead))
+                tell(f"step {steps} of {levels * (len(costs) + ahead)} on {'real tensors' if real else 'shapes'}")
 
+            def done() -> None:
+                if steps % levels:
+                    next_one()
+
+            next_one()
             return _costs(task, model, recipe, blocks, batches[size], done)
 
         costs: dict[int, Profile] = {}
         costs[now] = costs_of(now, 1)
+        tell("the optimizer's state")
         state = state_of(model, recipe, execution)
         looked = Looked(
             model=type(model).__name__,
@@ -177,6 +188,24 @@ def _looked(
                 if size > now:
                     raise
     return replace(looked, costs=costs)
+
+
+@contextmanager
+def _modules_told(tell: Tell) -> Iterator[None]:
+    """Inside it the modules that a model is built of are counted."""
+    count = 0
+
+    def one_more(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        tell(f"building the model, {count:,} modules so far")
+
+    tell("building the model")
+    hook = register_module_module_registration_hook(one_more)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _remarks(why: str | None, state: State, recipe: Recipe) -> Iterator[str]:

@@ -35,7 +35,7 @@ def measure(settings: Settings, levels: Mapping[str, Level], planned: int) -> No
     recipe = settings.recipe
     device = resolve_device(recipe.device, 0)
     task = settings.task.make()
-    task.chunk_loss(recipe.loss_chunks)
+    task.chunk_loss(recipe.loss_chunks, samples=recipe.micro_batch)
     seed_by(recipe.seed)
     model = task.build_model().to(device).train()
     if recipe.compile:

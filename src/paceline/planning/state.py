@@ -20,6 +20,7 @@ from paceline.memory.gaps import SMALL, state_gaps
 from paceline.memory.live import LiveBytes, gradients_in_place, shapes_only
 from paceline.optim import build_optimizer
 from paceline.planning.footprint import Footprint, gradient_sets, inbox_elements
+from paceline.planning.told import is_too_large
 from paceline.reduction.buckets import assign
 from paceline.reduction.exchange import GRAIN
 from paceline.tasks import Task
@@ -80,6 +81,8 @@ def build(task: Task, *, real: bool = False) -> Iterator[tuple[nn.Module, str | 
             model = task.build_model()
         except Exception as error:  # a user's own model may do anything, such as look at its weights
             stack.close()
+            if is_too_large(error):
+                raise  # for real it would be no smaller
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
             model = task.build_model()
             stack.enter_context(shapes_only(model))

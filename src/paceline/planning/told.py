@@ -9,11 +9,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from paceline.callsite import raised_at
-from paceline.errors import ConfigError, DataError, PacelineError
+from paceline.errors import ConfigError, DataError, OutOfMemoryError, PacelineError
 from paceline.mistakes import check_loss, checked_weight, known_mistake
 from paceline.tasks import Task
 
-__all__ = ["loss_of", "told"]
+__all__ = ["is_too_large", "loss_of", "told"]
+
+_TOO_LARGE = ("Storage size calculation overflowed", "Overflow when unpacking", "too large to convert to C")
 
 
 @contextmanager
@@ -25,17 +27,30 @@ def told(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         known = error if isinstance(error, PacelineError) else known_mistake(error, f"the plan of {what}")
-        place = raised_at(error)
+        place, text = raised_at(error), " ".join(str(error).split())
+        if is_too_large(error) or isinstance(known, OutOfMemoryError):
+            asked = known.needed if known is not None else None
+            raise ConfigError(
+                f"cannot plan {what}",
+                found=(f"a tensor of {asked}" if asked else text[:200]) + (f", at {place}" if place else ""),
+                needed="sizes that a machine can hold: a plan runs on shapes alone, but for an example of the data and "
+                "what shapes cannot run",
+                fix="Check the sizes in task.init_args, such as width, vocabulary and context, and recipe.micro_batch",
+            ) from error
         if known is not None:
             at = f" At {place}." if place else ""
             raise ConfigError(known.problem, found=known.found, needed=known.needed, fix=f"{known.fix}.{at}") from error
-        text = " ".join(str(error).split())
         raise ConfigError(
             f"cannot plan {what}",
             found=f"{type(error).__name__}: {text[:300]}" + (f", at {place}" if place else ""),
             needed="a micro-batch that runs forward and backward",
             fix="Correct that; `paceline train` shows the whole traceback",
         ) from error
+
+
+def is_too_large(error: Exception) -> bool:
+    """Whether it says that a tensor has more bytes, or a size is larger, than torch can count."""
+    return any(sign in str(error) for sign in _TOO_LARGE)
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from paceline.models import GPT, GPTConfig
+from paceline.models.gpt import default_heads
 from paceline.tasks.text import Prepare, TextTask
 
 __all__ = ["Language"]
@@ -47,7 +48,7 @@ class Language(TextTask):
         prepare: Prepare | None = None,
     ) -> None:
         super().__init__(data, context, vocabulary, prepare)
-        heads = heads if heads is not None else _default_heads(width)
+        heads = heads if heads is not None else default_heads(width)
         self._shape: dict[str, Any] = {
             "context": context,
             "width": width,
@@ -78,9 +79,3 @@ class Language(TextTask):
         tokens_BT, targets_BT = batch
         loss: Tensor = model(tokens_BT, targets_BT, loss_chunks=self.loss_chunks)
         return loss, targets_BT.numel()
-
-
-def _default_heads(width: int) -> int:
-    """The most heads of at least 64 channels (an even number) that divide the width; one for a narrow model."""
-    fits = [heads for heads in range(1, width // 64 + 1) if width % (2 * heads) == 0]
-    return max(fits, default=1)

@@ -139,11 +139,14 @@ class Task(ABC):
             )
         return self.collate([data[index % there] for index in range(samples)])
 
-    def chunk_loss(self, chunks: int | None) -> None:
+    def chunk_loss(self, chunks: int | None, *, samples: int | None = None) -> None:
         """Sets `loss_chunks` to what the recipe says; call it before `build_model`.
 
+        Args:
+            samples: of a micro-batch.
+
         Raises:
-            ConfigError: a number of chunks for a task that cannot.
+            ConfigError: a number of chunks for a task that cannot, or more of them than a micro-batch has tokens.
         """
         if chunks is not None and not self.can_chunk_loss:
             raise ConfigError(
@@ -152,6 +155,15 @@ class Task(ABC):
                 needed="a task that computes its loss in chunks, such as Language or CausalLM",
                 fix="Leave out recipe.loss_chunks; or in your own loss call paceline.models.chunked_cross_entropy "
                 "and set can_chunk_loss = True",
+            )
+        context = self.tokens_per_sample()
+        if chunks is not None and samples is not None and context > 1 and chunks > context * samples:
+            raise ConfigError(
+                f"cannot split the loss of {type(self).__name__}",
+                found=f"recipe.loss_chunks={chunks}, and micro-batches of {samples * context} tokens "
+                f"(recipe.micro_batch={samples} x {context})",
+                needed="at least one token in each chunk",
+                fix=f"Use recipe.loss_chunks: {min(8, samples * context)}, or null for the whole at once",
             )
         self.loss_chunks = chunks
 
