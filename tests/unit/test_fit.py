@@ -274,6 +274,8 @@ def test_an_iterator_that_ends_is_told(numbers: bool) -> None:
 class Diary(nn.Module):
     """Writes down what it sees, in all that an attribute can hold."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inside = mlp()
