@@ -18,7 +18,7 @@ from paceline.doctor.watching.probe.hooking import Call, Hooked, install
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import BOUND_BYTES, KINDS, Account, Place, Record, Run, Stopped, pack
 from paceline.doctor.watching.scratch import Scratch
-from paceline.doctor.watching.sources import conditions, is_of_rank, loop_around, names_gpus
+from paceline.doctor.watching.sources import conditions, is_of_rank, loops_around, names_gpus
 
 SCRIPT = """
 import torch.distributed as dist
@@ -213,10 +213,9 @@ def test_conditions_and_loops_around_a_line(script: Path) -> None:
     assert [text for _, text in conditions([inside])] == ["chief"]
     assert is_of_rank("chief", str(script))
     assert not is_of_rank("loss > 1", str(script))
-    loop = loop_around([inside])
-    assert loop is not None
+    (loop,) = loops_around([inside])
     assert (loop.line, loop.exits, loop.skips) == (4, ((9, "worse > 3"),), ((11, "not fine"),))
-    assert loop_around([Place(str(script), 15)]) is None
+    assert loops_around([Place(str(script), 15)]) == []
 
 
 def test_gpus_are_looked_for_in_imported_files_too(tmp_path: Path) -> None:

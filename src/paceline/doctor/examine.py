@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.doctor.causes import unexplained
 from paceline.doctor.findings import Finding, ignored_lines, merged
 from paceline.doctor.reading import read
 from paceline.doctor.rules import rule
@@ -86,7 +87,7 @@ def examine(
     silenced = {path: ignored_lines(Path(path)) for path in {finding.path for finding in findings}}
     kept = [
         finding
-        for finding in merged(findings, cleared)
+        for finding in unexplained(merged(findings, cleared))
         if (not select or finding.id in select)
         and finding.id not in ignore
         and finding.id not in silenced[finding.path].get(finding.line, ())

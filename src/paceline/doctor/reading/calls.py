@@ -10,6 +10,7 @@ from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope
 from paceline.doctor.reading.objects import bound, class_field, method_of
 from paceline.doctor.reading.surroundings import Surroundings
+from paceline.doctor.reading.trace import Call
 from paceline.doctor.reading.values import (
     NONE,
     VARYING,
@@ -249,13 +250,18 @@ class Calls(Surroundings):
         scope = Scope(names, code.scope.module, code.scope)
         if code.yields:
             return Value("lazy", labels_of([*arguments, *keywords.values()]), function.name, code=(code, scope))
-        return self._run(code, scope)[0]
+        call = Call(str(self.frame.scope.module.path), node, code.owner)
+        return self._run(code, scope, call=call)[0]
 
     def _run(
-        self, code: Function, scope: Scope, on_yield: Callable[[Value], None] | None = None
+        self,
+        code: Function,
+        scope: Scope,
+        on_yield: Callable[[Value], None] | None = None,
+        call: Call | None = None,
     ) -> tuple[Value, list[Value]]:
         """Walks a function's body; what it returns, and what it yields."""
-        frame = Frame(scope, code.node, depth=len(self.levels), on_yield=on_yield)
+        frame = Frame(scope, code.node, depth=len(self.levels), on_yield=on_yield, call=call)
         self.frames.append(frame)
         self.levels.append(frame.level)
         self.within += code.contexts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from dataclasses import replace
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.reading.checks_steps import reduces_gradients
@@ -23,21 +24,33 @@ def forward_bypassed(trace: Trace) -> Iterator[Finding]:
         return
     owned = {id(part): wrap for wrap in inner.values() for part in modules_in(inner_module(wrap))}
     forwards = _forwards(trace)
-    done: set[int] = set()
+    done: set[tuple[str, int]] = set()
     for backward in trace.of("backward"):
         for label in sorted(backward.labels):
             event = forwards.get(label)
-            if event is None or event.line in done or not event.with_grad:
+            if event is None or not event.with_grad:
                 continue
             wrap = owned.get(id(event.subject))
             if event.subject.kind == "module" and wrap is not None and wrap.number < event.number:
-                done.add(event.line)
+                from_outside = _called_from_outside(event, owned)
+                place = (from_outside.path, from_outside.line)
+                if place in done:
+                    continue
+                done.add(place)
                 yield found(
                     "ddp-forward-bypassed",
-                    event,
+                    from_outside,
                     "this forward goes around the DDP wrapper, so the gradients of its backward are not reduced",
-                    evidence=f"{event.source}; backward at line {backward.line}",
+                    evidence=f"{from_outside.source}; backward at line {backward.line}",
                 )
+
+
+def _called_from_outside(event: Event, parts: Container[int]) -> Event:
+    """Of ``self(x)`` in a method of the wrapped model: where that method was called."""
+    for call in event.calls:
+        if call.owner is not None and id(call.owner) in parts:
+            return replace(event, path=call.path, line=getattr(call.node, "lineno", event.line), node=call.node)
+    return event
 
 
 def replicas_start_different(trace: Trace) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from paceline.doctor.reading.program import Module, Program
-from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
+from paceline.doctor.reading.trace import Call, Condition, Event, Loop, Trace
 from paceline.doctor.reading.values import VARYING, Known, Value, joined, picked
 
 __all__ = ["Class", "Flow", "Frame", "Function", "Machine", "Scope"]
@@ -79,6 +79,7 @@ class Frame:
     loops: list[list[Condition]] = field(default_factory=list)
     yielded: list[Value] = field(default_factory=list)
     on_yield: Callable[[Value], None] | None = None
+    call: Call | None = None
 
 
 class Machine(ABC):
@@ -174,6 +175,7 @@ class Machine(ABC):
             under=self.conditions(),
             within=tuple(self.within),
             inside=tuple(self.inside),
+            calls=tuple(frame.call for frame in self.frames if frame.call is not None),
             spawned=self.spawned,
             node=node,
             labels=subject.labels if subject is not None else frozenset(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.doctor.reading.values import RANKS, Value
 
-__all__ = ["Condition", "Event", "Loop", "Trace"]
+__all__ = ["Call", "Condition", "Event", "Loop", "Trace"]
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +47,7 @@ class Condition:
         match self.value.name, parts:
             case "not", [inner]:
                 return Condition(inner.value, not self.holds, self.line).ranks
-            case ("and" | "or" as name), [_, *_] if (name == "and") is self.holds:
+            case (("and" | "or" as name), [_, *_]) if (name == "and") is self.holds:
                 return frozenset.intersection(*(part.ranks for part in parts))
             case "and" | "or", [_, *_]:
                 return frozenset.union(*(part.ranks for part in parts))
@@ -59,6 +59,15 @@ class Condition:
             return None
         point = self.value.known.at(rank, step)
         return bool(point) is self.holds if isinstance(point, bool | int | float | str | None) else None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """A line of the script that calls a function of its own; ``owner``: of a method."""
+
+    path: str
+    node: ast.AST
+    owner: Value | None
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +83,7 @@ class Event:
         under: what must hold.
         within: context managers around it: ``no_sync``, ``no_grad``, ``join``.
         inside: modules whose ``forward`` is running.
+        calls: of the functions that are running, outermost first.
         labels: what went into the subject by then.
         spawned: in a process that the script itself started.
         result: what it gave.
@@ -90,6 +100,7 @@ class Event:
     under: tuple[Condition, ...]
     within: tuple[Value, ...]
     inside: tuple[Value, ...]
+    calls: tuple[Call, ...]
     spawned: bool
     node: ast.AST
     labels: frozenset[str]

@@ -10,7 +10,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.watching.checks_data import passes
 from paceline.doctor.watching.evidence import at, count, found
 from paceline.doctor.watching.records import Account, Place, Record, Run
-from paceline.doctor.watching.sources import conditions, is_of_rank, line_of, loop_around
+from paceline.doctor.watching.sources import conditions, is_of_rank, line_of, loops_around
 
 __all__ = ["CHECKS", "Parting", "meetings", "parting"]
 
@@ -185,7 +185,7 @@ def _skip(run: Run) -> Iterator[Finding] | None:
         if before is None or before.kind != "forward" or before.place != skipping.place or not before["grad"]:
             return None
         nth = sum(record.kind == "forward" for record in doings[skipping.rank][:number])
-        loop = loop_around(skipping.places)
+        loop = next(iter(loops_around(skipping.places)), None)
         place = Place(loop.path, loop.skips[0][0]) if loop is not None and loop.skips else before.place
         why = f", at `if {loop.skips[0][1]}`" if loop is not None and loop.skips else ""
         return found(
@@ -202,12 +202,15 @@ def _left(run: Run, parted: Parting) -> Iterator[Finding] | None:
     """A rank that has left the loop in which another still is."""
     mine, others = parted.mine, parted.others
     inside, outside, stays, left = mine, others, parted.one, parted.other
-    loop = loop_around(mine.places, others.places if others is not None else ())
-    if loop is None and others is not None:
+    loops = loops_around(mine.places, others.places if others is not None else ())
+    if not loops and others is not None:
         inside, outside, stays, left = others, mine, parted.other, parted.one
-        loop = loop_around(others.places, mine.places)
-    if loop is None:
+        loops = loops_around(others.places, mine.places)
+    if not loops:
         return None
+    loop = loops[0]
+    if len(passes(stays)) > len(passes(left)):  # it had all that it was to have of each pass
+        loop = next((outer for outer in loops[1:] if outer.exits), loop)
     done = {account.rank: _rounds(account, inside) for account in (stays, left)}
     evidence = f"{_stands(stays, inside)}; {_stands(left, outside)}"
     exhausted = _batches(run)

@@ -14,6 +14,8 @@ __all__ = ["CHECKS", "Pass", "by_loader", "passes"]
 
 _DISTINCT = 0.9
 """Samples are told apart by their content if so many of a rank's own are distinct."""
+_MOVED = 0.2
+"""Of two orders, so many samples of one rank come to another one too, under another number."""
 
 
 @dataclass(kw_only=True)
@@ -211,29 +213,54 @@ def _order(run: Run) -> Iterator[Finding]:
             return
     if any(r["where"] == "fetch" for r in run.all("draw")):
         return  # contents are partly random
-    for those in _side_by_side(run):
-        loader = those[0].loader
-        if loader["sampler"] is None or not all(one.distinct and len(one.rows) == len(one.indices) for one in those):
+    shuffled_apart = {r[0]["sampler"] for r in beside(run, "sampler") if len({record["seed"] for record in r}) > 1}
+    for passes_of in zip(*(by_loader(account) for account in run.accounts), strict=False):
+        loader = passes_of[0][0].loader
+        if loader["sampler"] is None or loader["sampler"] in shuffled_apart:
             continue
-        if len({record["seed"] for record in run.all("sampler") if record["sampler"] == loader["sampler"]}) > 1:
+        held = [_contents(those) for those in passes_of]
+        if any(own is None for own in held):
             continue
-        numbers = [dict(zip(one.rows, one.indices, strict=True)) for one in those]
-        moved = [
-            (row, own[row], numbers[0][row])
-            for own in numbers[1:]
-            for row in own
-            if row in numbers[0] and own[row] != numbers[0][row]
-        ]
-        if len(moved) > 0.05 * len(numbers[0]):
-            _, here, there = moved[0]
-            yield from found(
-                "dataset-order-differs",
-                loader.place,
-                "the ranks' datasets hold the same samples in different orders",
-                f"{count(len(moved), 'sample')} of one epoch came to several ranks: "
-                f"what is number {there} on rank 0 is number {here} on rank 1",
-            )
-            return
+        for rank, own in enumerate(held[1:], 1):
+            if told := _moved(held[0] or {}, own or {}, rank):
+                yield from found(
+                    "dataset-order-differs",
+                    loader.place,
+                    "the ranks' datasets hold the same samples in different orders",
+                    told,
+                )
+                return
+
+
+def _contents(those: Sequence[Pass]) -> dict[int, str] | None:
+    """By number what a rank got from a loader; ``None``: that cannot be told, or is not the same each time."""
+    held: dict[int, str] = {}
+    for one in those:
+        if len(one.rows) != len(one.indices):
+            return None
+        for number, row in zip(one.indices, one.rows, strict=True):
+            if held.setdefault(number, row) != row:
+                return None
+    return held if len(set(held.values())) >= _DISTINCT * len(held) > 0 else None
+
+
+def _moved(first: dict[int, str], other: dict[int, str], rank: int) -> str:
+    """How another rank's samples are numbered otherwise than rank 0's, if they are. Equal samples are none that moved:
+    what both ranks have seen under one number tells, or else that so many are not equal to one of the same rank."""
+    both = first.keys() & other.keys()
+    differing = [number for number in sorted(both) if first[number] != other[number]]
+    numbers = {row: number for number, row in first.items()}
+    moved = [(numbers[row], number) for number, row in other.items() if numbers.get(row, number) != number]
+    if both:
+        sure = len(differing) > 0.5 * len(both) and bool(moved)
+    else:
+        twins = len(first) + len(other) - len(set(first.values())) - len(set(other.values()))
+        sure = len(moved) > max(_MOVED * min(len(first), len(other)), 4 * twins)
+    if not sure:
+        return ""
+    there, here = moved[0]
+    told = f"what is number {there} on rank 0 is number {here} on rank {rank}"
+    return f"{count(len(moved), 'sample')} came to both: {told}"
 
 
 def _splits(run: Run) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from paceline.doctor.causes import BROKEN, unexplained
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching import (
     checks_collectives,
@@ -33,68 +34,10 @@ _CHECKS: tuple[Callable[[Run], Iterator[Finding]], ...] = tuple(
     check for family in _FAMILIES for check in family.CHECKS
 )
 
-_MEETING = frozenset(
-    {
-        "rank-conditional-collective",
-        "rank-conditional-ddp-forward",
-        "rank-local-early-stop",
-        "collective-order-differs",
-        "data-dependent-collective",
-        "uneven-inputs",
-        "rank-local-skip",
-    }
-)
-_BROKEN = frozenset(
-    {
-        "rendezvous-overridden",
-        "world-size-mismatch",
-        "spawn-under-torchrun",
-        "model-differs-across-ranks",
-        "rank-dependent-graph",
-        "unused-parameters",
-        "static-graph-changes",
-        "reentrant-checkpoint",
-        "syncbn-on-cpu",
-        "shuffle-with-sampler",
-        "module-prefix-checkpoint",
-    }
-)
-_UNSYNCED = frozenset(
-    {
-        "ddp-forward-bypassed",
-        "unsynced-optimizer-step",
-        "params-changed-after-wrap",
-        "resume-on-one-rank",
-        "replicas-start-different",
-        "clip-before-sync",
-        "gradscaler-diverges",
-        "optimizer-stale-params",
-        "model-differs-across-ranks",
-        "rank-local-skip",
-    }
-)
-_EXPLAINED: tuple[tuple[str, frozenset[str]], ...] = (
-    ("replicas-diverged", _UNSYNCED | _MEETING),
-    (
-        "replicas-start-different",
-        frozenset({"params-changed-after-wrap", "resume-on-one-rank", "optimizer-stale-params"}),
-    ),
-    ("not-distributed", frozenset({"legacy-data-parallel"})),
-    ("unused-parameters", frozenset({"params-changed-after-wrap", "static-graph-changes", "rank-dependent-graph"})),
-    ("group-not-destroyed", _BROKEN | _MEETING),
-    ("reentrant-checkpoint", frozenset({"static-graph-changes"})),
-    *((name, _BROKEN) for name in sorted(_MEETING)),
-    ("unequal-weight-average", frozenset({"uneven-inputs"})),
-)
-"""What is left out when something that explains it was found."""
-
 
 def judge(run: Run) -> list[Finding]:
     """All that the run shows, each mistake by its most specific name."""
-    found = list(_once(finding for check in _CHECKS for finding in check(run)))
-    names = {finding.id for finding in found if finding.level != "advice"}
-    gone = {name for name, causes in _EXPLAINED if causes & names}
-    return [finding for finding in found if finding.id not in gone]
+    return unexplained(list(_once(finding for check in _CHECKS for finding in check(run))))
 
 
 def cleared(run: Run) -> frozenset[str]:
@@ -174,7 +117,7 @@ def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
     places: set[tuple[str, str, int]] = set()
     for finding in findings:
         key = (finding.id, finding.path, finding.line)
-        said = finding.id in seen and finding.id in _BROKEN
+        said = finding.id in seen and finding.id in BROKEN
         if key not in places and not said:
             places.add(key)
             seen.add(finding.id)

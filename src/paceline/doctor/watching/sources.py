@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.doctor.watching.records import Place
 
-__all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loop_around", "names_gpus"]
+__all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loops_around", "names_gpus"]
 
 _RANK = re.compile(
     r"rank|is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index", re.I
@@ -26,7 +26,8 @@ class Loop:
 
     Args:
         line: of its head.
-        exits: the lines of its ``break``, ``return`` and ``raise`` under a condition, with that condition.
+        exits: the lines of its ``break``, ``return`` and ``raise`` under a condition, with that condition; last, of a
+            ``while``, its head.
         skips: the same of its ``continue``.
     """
 
@@ -63,16 +64,17 @@ def is_of_rank(condition: str, path: str) -> bool:
     return bool(names & _rank_names(path))
 
 
-def loop_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> Loop | None:
-    """The innermost loop around the lines of a call that is not around all of those of another one."""
+def loops_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> list[Loop]:
+    """The loops around the lines of a call that are not around all of those of another one, innermost first."""
+    found: list[Loop] = []
     for place in places:
         for node in _around(place):
             if isinstance(node, ast.For | ast.While | ast.AsyncFor):
                 exits, skips = _leaving(node)
                 loop = Loop(place.path, node.lineno, node.end_lineno or node.lineno, tuple(exits), tuple(skips))
                 if not any(loop.holds(other) for other in apart_from):
-                    return loop
-    return None
+                    found.append(loop)
+    return found
 
 
 def line_of(place: Place) -> str:
@@ -138,6 +140,8 @@ def _leaving(loop: ast.For | ast.While | ast.AsyncFor) -> tuple[list[tuple[int, 
                     look(handler.body, "an exception", nested)
 
     look(loop.body, None, False)
+    if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant):
+        exits.append((loop.lineno, f"not ({ast.unparse(loop.test)})"))
     return exits, skips
 
 

@@ -33,8 +33,8 @@ def gradients() -> dict[int, str]:
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 found[parameter.grad.data_ptr()] = "plain"
-    for ddp in replicas.all():
-        for parameter in ddp.parameters():
+    for model in replicas.models().values():
+        for parameter in model.parameters():
             if parameter.grad is not None:
                 found[parameter.grad.data_ptr()] = "ddp"
     return found
@@ -84,7 +84,10 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         norm=_norm(gradients),
         changed=_changed(),
         unheld=[
-            known[id(p)] for d in replicas.all() for p in d.parameters() if p.grad is not None and id(p) not in held
+            known[id(p)]
+            for model in replicas.models().values()
+            for p in model.parameters()
+            if p.grad is not None and id(p) not in held
         ][:_TOLD],
         buffers=buffers(),
         threads=torch.get_num_threads(),
@@ -97,8 +100,8 @@ def buffers() -> dict[str, str]:
     """Digests of the buffers of all DDP models."""
     return {
         name: digests.of(buffer)[:12]
-        for ddp in replicas.all()
-        for name, buffer in list(ddp.module.named_buffers())[:_TOLD]
+        for model in replicas.models().values()
+        for name, buffer in list(model.named_buffers())[:_TOLD]
         if buffer.device.type == "cpu"
     }
 
@@ -129,9 +132,9 @@ def _changed() -> list[str]:
     """Parameters of a DDP's module that were not there when it was made, or are others now."""
     return [
         name
-        for ddp in replicas.all()
-        for name, p in ddp.module.named_parameters()
-        if p.requires_grad and replicas.registered[ddp].get(name) != id(p)
+        for own, model in replicas.models().items()
+        for name, p in model.named_parameters()
+        if p.requires_grad and replicas.registered[own].get(name) != id(p)
     ][:_TOLD]
 
 

@@ -63,10 +63,10 @@ class Recorder:
         except Exception as error:
             self.tell("fault", text=f"{type(error).__name__}: {error}", places=())
 
-    def places(self) -> tuple[Place, ...]:
-        """The user's lines that this thread is in, innermost first."""
+    def places(self, within: FrameType | None = None) -> tuple[Place, ...]:
+        """The user's lines that this thread is in, innermost first; ``within``: from that frame on outwards."""
         found: list[Place] = []
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = within or sys._getframe(1)
         while frame is not None and len(found) < _DEPTH:
             if (path := self.users_path(frame.f_code.co_filename)) is not None:
                 found.append(Place(path, frame.f_lineno, frame.f_code.co_name))

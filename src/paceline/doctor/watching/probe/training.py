@@ -6,6 +6,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Generator, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,23 +28,24 @@ _AROUND = 200
 
 
 class Replicas:
-    """The DDP models of this process, and what belongs to them."""
+    """The DDP models of this process by number, and what belongs to them."""
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._wrapped: dict[int, weakref.ref[Any]] = {}
         self._inner: dict[int, int] = {}
-        self._next = itertools.count()
         self.calling: list[int] = []
         self.graphs: dict[int, int] = {}
-        self.registered: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self.registered: dict[int, dict[str, int]] = {}
         self.marks: dict[int, tuple[int, int]] = {}
         self.before: dict[str, Any] = {}
-        self.pending: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.pending: dict[int, str] = {}
 
     def add(self, ddp: Any) -> int:
-        number = self._numbers[ddp] = next(self._next)
+        number = self._numbers[ddp] = len(self._wrapped)
+        self._wrapped[number] = weakref.ref(ddp.module)
         self._inner |= {id(module): number for module in ddp.module.modules()}
-        self.registered[ddp] = {name: id(p) for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self.registered[number] = {name: id(p) for name, p in ddp.module.named_parameters() if p.requires_grad}
         return number
 
     def number(self, ddp: Any) -> int | None:
@@ -53,12 +55,15 @@ class Replicas:
         """The DDP of which ``module`` is a part."""
         return self._inner.get(id(module))
 
-    def all(self) -> list[Any]:
-        return list(self._numbers.keys())
+    def models(self) -> dict[int, Any]:
+        """What each wraps. A script may keep that alone, and drop the wrapper."""
+        kept = {number: model for number, wrapped in self._wrapped.items() if (model := wrapped()) is not None}
+        alive = {number: ddp.module for ddp, number in self._numbers.items()}
+        return {number: model for number, model in kept.items() if self.holding(model) == number} | alive
 
     def names(self) -> dict[int, str]:
         """By id of a parameter its name in a DDP's module."""
-        return {id(p): name for ddp in self.all() for name, p in ddp.module.named_parameters()}
+        return {id(p): name for model in self.models().values() for name, p in model.named_parameters()}
 
 
 replicas = Replicas()
@@ -121,7 +126,7 @@ def _forward(call: Call) -> Generator[None, Any, None]:
     call.recorder.syncs += communicates
     call.recorder.done(number)
     if grad:
-        replicas.pending[ddp] = "synced" if ddp.require_backward_grad_sync else "held"
+        replicas.pending[own] = "synced" if ddp.require_backward_grad_sync else "held"
     for name, state in drawn.items():
         if digests.generators()[name] != state:
             call.recorder.tell("draw", where="forward", generator=name, state=state)
@@ -156,7 +161,7 @@ def _tell_graph(recorder: Recorder, ddp: Any, own: int, output: Any) -> None:
     if pending:
         return
     named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-    registered = replicas.registered[ddp]
+    registered = replicas.registered[own]
     unused = [name for name, p in named if id(p) not in used and name in registered]
     recorder.tell("graph", ddp=own, unused=unused[:_NAMES], total=len(named))
 
@@ -176,10 +181,22 @@ def watch_modules(recorder: Recorder) -> None:
                     _tell_overwritten(recorder, own, module)
             return
         if torch.is_grad_enabled() and next(told) < _AROUND:
-            recorder.tell("around", ddp=own, module=type(module).__name__, training=module.training)
+            places = recorder.places(_caller(own))
+            recorder.tell("around", places=places, ddp=own, module=type(module).__name__, training=module.training)
 
     told = itertools.count()
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+
+
+def _caller(own: int) -> FrameType | None:
+    """Who has called a DDP's part from outside: of ``self(x)`` in a method of that part, whoever called the method."""
+    caller, frame = None, sys._getframe(1)
+    while frame.f_back is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if owner is not None and replicas.holding(owner) == own:
+            caller = frame.f_back
+        frame = frame.f_back
+    return caller
 
 
 def _tell_overwritten(recorder: Recorder, own: int, module: Any) -> None:
@@ -221,22 +238,23 @@ def _backward(call: Call) -> Generator[None, Any, None]:
     roots = list(digests.tensors_in(call["tensors"]))
     if not roots:
         return
-    before = {ddp: _marks(ddp) for ddp in replicas.all()}
+    models = replicas.models()
+    before = {own: _marks(model) for own, model in models.items()}
     number = call.recorder.tell("backward", roots=[_root(root) for root in roots[:4]])
     yield
-    reached = {replicas.number(ddp): replicas.pending.get(ddp) for ddp, marks in before.items() if _marks(ddp) != marks}
-    for ddp in before:
-        replicas.pending.pop(ddp, None)
+    reached = {own: replicas.pending.get(own) for own, marks in before.items() if _marks(models[own]) != marks}
+    for own in before:
+        replicas.pending.pop(own, None)
     replicas.marks = {
-        id(p): (id(p.grad), p.grad._version) for d in before for p in d.parameters() if p.grad is not None
+        id(p): (id(p.grad), p.grad._version) for m in models.values() for p in m.parameters() if p.grad is not None
     }
     call.recorder.syncs += "synced" in reached.values()
     call.recorder.done(number, failed=call.error is not None, reached=list(reached.items()))
 
 
-def _marks(ddp: Any) -> list[tuple[int, int]]:
+def _marks(model: Any) -> list[tuple[int, int]]:
     """They change whenever a gradient does."""
-    return [(id(p.grad), p.grad._version) for p in ddp.parameters() if p.grad is not None]
+    return [(id(p.grad), p.grad._version) for p in model.parameters() if p.grad is not None]
 
 
 def _root(tensor: Any) -> list[list[Any]]:
