@@ -58,3 +58,8 @@ def test_chunks_of_the_loss_are_no_more_than_a_micro_batch_has_tokens(chunks: in
         return
     with pytest.raises(ConfigError, match=rf"loss_chunks={chunks}, .* 64 tokens \(recipe\.micro_batch=2 x 32\)"):
         task.chunk_loss(chunks, samples=2)
+
+
+def test_chunks_of_the_loss_have_an_upper_bound_whatever_the_micro_batch() -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.loss_chunks=5000, .* need at most 4096"):
+        Language("nowhere", vocabulary=100, width=32, context=1024).chunk_loss(5000, samples=32)

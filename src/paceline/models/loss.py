@@ -24,11 +24,11 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-__all__ = ["chunked_cross_entropy"]
+__all__ = ["MOST_CHUNKS", "chunked_cross_entropy"]
 
 _IGNORED = -100  # torch's: such a target adds nothing
 _ROWS = 4096
-_MOST_CHUNKS = 4096  # each costs a dozen operators, and a chunk that small frees nothing any more
+MOST_CHUNKS = 4096  # each costs a dozen operators, and a chunk that small frees nothing any more
 
 
 def chunked_cross_entropy(
@@ -152,10 +152,10 @@ def _add_product(into_VC: Tensor, left_Vn: Tensor, right_nC: Tensor) -> None:
 
 
 def _check(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, chunks: object, bias_V: Tensor | None) -> None:
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= _MOST_CHUNKS:
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= MOST_CHUNKS:
         raise _refusal(
             f"chunks={chunks!r} for {targets_N.numel()} tokens",
-            f"a whole number from 1 to {_MOST_CHUNKS}",
+            f"a whole number from 1 to {MOST_CHUNKS}",
             "Use chunks=8, or so many that each has some hundred tokens",
         )
     shapes = [tuple(tensor.shape) for tensor in (hidden_NC, weight_VC, targets_N)]

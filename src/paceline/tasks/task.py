@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from paceline.errors import ConfigError, DataError
 from paceline.metrics import Metric
+from paceline.models.loss import MOST_CHUNKS
 
 __all__ = ["Task", "require"]
 
@@ -157,14 +158,16 @@ class Task(ABC):
                 "and set can_chunk_loss = True",
             )
         context = self.tokens_per_sample()
-        if chunks is not None and samples is not None and context > 1 and chunks > context * samples:
-            raise ConfigError(
-                f"cannot split the loss of {type(self).__name__}",
-                found=f"recipe.loss_chunks={chunks}, and micro-batches of {samples * context} tokens "
-                f"(recipe.micro_batch={samples} x {context})",
-                needed="at least one token in each chunk",
-                fix=f"Use recipe.loss_chunks: {min(8, samples * context)}, or null for the whole at once",
-            )
+        if chunks is not None and samples is not None and context > 1:
+            most = min(MOST_CHUNKS, samples * context)
+            if chunks > most:
+                raise ConfigError(
+                    f"cannot split the loss of {type(self).__name__}",
+                    found=f"recipe.loss_chunks={chunks}, and micro-batches of {samples * context} tokens "
+                    f"(recipe.micro_batch={samples} x {context})",
+                    needed=f"at most {most}, and at least one token in each",
+                    fix=f"Use recipe.loss_chunks: {min(8, most)}, or null for the whole at once",
+                )
         self.loss_chunks = chunks
 
     def tokens_per_sample(self) -> int:
