@@ -202,10 +202,12 @@ def test_a_clean_script_runs_with_its_arguments_and_leaves_no_file(place: Path) 
     assert {path.name for path in set(place.iterdir()) - before} <= {"logs"}
 
 
-def test_in_place_files_stay(place: Path) -> None:
-    ended = run(place, "sick.py", "--in-place", "--format", "json", "--", "--steps", "2").check(1)
+def test_in_place_files_stay_and_what_ranks_print_is_shown_if_asked_for(place: Path) -> None:
+    ended = run(place, "sick.py", "--in-place", "--verbose", "--format", "json", "--", "--steps", "2").check(1)
     assert {"save-on-all-ranks", "print-on-all-ranks"} <= ids(ended.out)
     assert (place / "after-2.pt").is_file()
+    for rank in (0, 1):
+        assert f"paceline: rank {rank} printed, at last:\nstep 0\nstep 1\n" in ended.err
 
 
 def test_the_pages_are_shipped() -> None:

@@ -151,14 +151,19 @@ def test_endless_scripts_and_endless_output_are_ended() -> None:
     assert any("time was up" in note for note in told.notes)
 
 
-def test_a_script_is_ended_after_enough_steps() -> None:
-    told, _ = watched(
+def test_a_script_is_ended_after_enough_steps_and_tells_how_far_it_is() -> None:
+    heard: list[str] = []
+    source = (
         GROUP
         + "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
         + "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        + "while True:\n    model(torch.ones(4, 2)).sum().backward()\n    optimizer.step()\n",
-        steps=5,
+        + "while True:\n    model(torch.ones(4, 2)).sum().backward()\n    optimizer.step()\n    print('done')\n"
     )
+    told = watch(write(source), [], workers=2, steps=5, timeout_s=120, in_place=False, tell=heard.append)
+    assert heard[0] == "starting 2 workers"
+    assert heard[-1] == "step 5 of 5"
+    assert len(told.printed) == 2
+    assert all(text.startswith("done\n") for text in told.printed)
     assert any("steps on each rank (--steps)" in note for note in told.notes)
     assert not [finding for finding in told.findings if finding.level == "error"]
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from paceline.doctor.causes import unexplained
+from paceline.doctor.findings import Finding
 from paceline.doctor.rules import RULES
 from paceline.doctor.watching.judging import cleared, judge, notes
 from paceline.doctor.watching.probe.hooking import Call, Hooked, install
@@ -121,6 +123,62 @@ def test_who_leaves_a_loop_that_has_no_break_had_fewer_batches(tmp_path: Path) -
     (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
     assert (finding.id, finding.line) == ("uneven-inputs", 1)
     assert "rank 1 had 2 batches, rank 0 at least 3" in finding.evidence
+
+
+def test_who_leaves_the_loop_around_whole_passes_has_stopped_early(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "for epoch in epochs:\n    for batch in loader:\n        step(batch)\n"
+        "    if plateau:\n        break\ndist.barrier()\n"
+    )
+    ranks = two(script)
+    for told, epochs in zip(ranks, (2, 1), strict=True):
+        told.tell("loader", 1, loader=0)
+        for epoch in range(epochs):
+            told.tell("pass", 2, loader=0, number=epoch)
+            for _ in range(2 if epoch < 1 else 1):
+                told.tell("batch", 2, loader=0, indices=[], rows=[])
+                told.goes(3, over=epoch < 1)
+            if epoch < 1:
+                told.tell("pass-end", 2, loader=0)
+    ranks[1].meets("barrier", 6, over=False)
+    (finding,) = judge(Run(accounts=[told.account for told in ranks], stopped="hang"))
+    assert (finding.id, finding.line) == ("rank-local-early-stop", 5)
+
+
+ORDERED = {
+    "another order": ([(0, "a"), (2, "b"), (4, "c")], [(1, "a"), (3, "b"), (5, "e")], True),
+    "other samples": ([(0, "a"), (2, "b"), (4, "c")], [(1, "d"), (3, "e"), (5, "f")], False),
+    "equal samples": (
+        [(0, "a"), (2, "a"), *((n, f"row {n}") for n in range(4, 40, 2))],
+        [*((n, f"row {n}") for n in range(4, 32, 4)), (1, "a"), *((n, f"row {n - 1}") for n in (5, 9, 13))],
+        False,
+    ),
+    "the same numbers": ([(0, "a"), (1, "b"), (2, "c")], [(0, "a"), (1, "b"), (3, "c")], False),
+    "the same numbers in another order": ([(0, "a"), (1, "b"), (2, "c")], [(0, "b"), (1, "c"), (2, "a")], True),
+}
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_samples_that_come_to_two_ranks_under_other_numbers(case: str, script: Path) -> None:
+    *held, differs = ORDERED[case]
+    ranks = two(script)
+    for told, rows in zip(ranks, held, strict=True):
+        told.tell("sampler", 1, sampler=0, seed=0, shuffle=True, size=40)
+        told.tell("loader", 2, loader=0, sampler=0).tell("pass", 4, loader=0, number=0)
+        numbers, contents = zip(*rows, strict=True)
+        told.tell("batch", 4, loader=0, indices=list(numbers), rows=list(contents))
+    assert ("dataset-order-differs" in ids(*ranks, stopped="ended")) is differs
+
+
+def test_what_explains_a_finding_counts_in_either_pass() -> None:
+    def of(rule: str, seen: Any, severity: Any = None) -> Finding:
+        return Finding(id=rule, path="train.py", line=1, message="", seen=seen, severity=severity)
+
+    diverged = of("replicas-diverged", "run")
+    bypassed = of("ddp-forward-bypassed", "source")
+    assert unexplained([diverged, bypassed]) == [bypassed]
+    assert unexplained([diverged, of("not-distributed", "source", "advice")])[0] is diverged
 
 
 def test_a_rank_that_goes_forward_twice_has_skipped(script: Path) -> None:

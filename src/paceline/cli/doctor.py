@@ -26,6 +26,7 @@ def doctor_parser() -> Parser:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="end the run after so many steps (20)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="or after so many seconds (120)")
     parser.add_argument("--in-place", action="store_true", help="what it writes really goes where it says")
+    parser.add_argument("--verbose", action="store_true", help="show the last that each rank printed, too")
     parser.add_argument("--format", choices=["text", "json"], default="text", help="text (default) or json")
     parser.add_argument("--select", type=_ids, default=(), metavar="ID,ID", help="only these rules")
     parser.add_argument("--ignore", type=_ids, default=(), metavar="ID,ID", help="all rules but these")
@@ -75,14 +76,22 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> int:
     from paceline.doctor.examine import Limits, examine
     from paceline.doctor.findings import as_json, as_text
 
-    limits = None
-    if not options.static:
+    chosen = {"select": options.select, "ignore": options.ignore}
+    if options.static:
+        seen = examine(script, arguments, **chosen)
+    else:
+        from paceline.planning.waiting import waiting
+
         limits = Limits(
             workers=options.workers, steps=options.steps, timeout_s=options.timeout, in_place=options.in_place
         )
         told = f"running {script} in {limits.workers} workers: {limits.steps} steps, {limits.timeout_s:g} s at most"
         print(f"paceline: {told}", file=sys.stderr, flush=True)
-    seen = examine(script, arguments, limits=limits, select=options.select, ignore=options.ignore)
+        with waiting("paceline doctor") as tell:
+            seen = examine(script, arguments, limits=limits, tell=tell, **chosen)
+    if options.verbose:
+        for rank, text in enumerate(seen.printed):
+            print(f"paceline: rank {rank} printed, at last:\n{text.rstrip()}", file=sys.stderr, flush=True)
     if options.format == "json":
         print(as_json(seen.findings, seen.notes))
     elif seen.looked:

@@ -10,7 +10,7 @@ from paceline.doctor.causes import unexplained
 from paceline.doctor.findings import Finding, ignored_lines, merged
 from paceline.doctor.reading import read
 from paceline.doctor.rules import rule
-from paceline.doctor.watching import watch
+from paceline.doctor.watching import Tell, watch
 
 __all__ = ["Examination", "Limits", "examine"]
 
@@ -39,11 +39,13 @@ class Examination:
     Args:
         notes: what could not be looked at, and why.
         looked: whether anything could be.
+        printed: the last that each rank has printed, where it was run.
     """
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     looked: bool
+    printed: tuple[str, ...] = ()
 
     @property
     def sick(self) -> bool:
@@ -58,12 +60,14 @@ def examine(
     limits: Limits | None = None,
     select: Collection[str] = (),
     ignore: Collection[str] = (),
+    tell: Tell | None = None,
 ) -> Examination:
     """Reads ``script``, and runs it under a few ranks unless ``limits`` is ``None``. Not collective.
 
     Args:
         arguments: of the script.
         select: ids of rules; empty: all. ``ignore``: ids to leave out.
+        tell: is told how far the run is, whenever that changes.
 
     Raises:
         UsageError: a script that cannot be opened, or an unknown rule.
@@ -72,6 +76,7 @@ def examine(
         rule(name)
     was_read = read(script)
     findings, cleared, notes, looked = list(was_read.findings), set[str](), list(was_read.notes), was_read.looked
+    printed: tuple[str, ...] = ()
     if limits is not None and was_read.looked:
         watched = watch(
             script,
@@ -80,10 +85,12 @@ def examine(
             steps=limits.steps,
             timeout_s=limits.timeout_s,
             in_place=limits.in_place,
+            tell=tell,
         )
         findings += watched.findings
         cleared |= watched.cleared
         notes += watched.notes
+        printed = watched.printed
     silenced = {path: ignored_lines(Path(path)) for path in {finding.path for finding in findings}}
     kept = [
         finding
@@ -92,4 +99,4 @@ def examine(
         and finding.id not in ignore
         and finding.id not in silenced[finding.path].get(finding.line, ())
     ]
-    return Examination(findings=tuple(kept), notes=tuple(notes), looked=looked)
+    return Examination(findings=tuple(kept), notes=tuple(notes), looked=looked, printed=printed)

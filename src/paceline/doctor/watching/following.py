@@ -12,7 +12,10 @@ from paceline.doctor.watching.ranks import Rank
 from paceline.doctor.watching.records import Run, Stopped
 from paceline.stacks import Dumping, collect, users_line
 
-__all__ = ["follow"]
+__all__ = ["Tell", "follow"]
+
+Tell = Callable[[str], None]
+"""Says how far the ranks are, whenever that changes."""
 
 _TICK_S = 0.5
 _STUCK_S = 4.0
@@ -26,10 +29,10 @@ _BUSY = 0.06
 _MEETING = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy"})
 
 
-def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float) -> Run:
+def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float, tell: Tell | None = None) -> Run:
     """Returns when all have ended, or one has failed, or each has taken ``steps`` steps, or none moves any more, or
     ``timeout_s`` are over. Ranks that still run are left running, and are to be ended."""
-    following = _Following(ranks, steps, time.monotonic() + timeout_s)
+    following = _Following(ranks, steps, time.monotonic() + timeout_s, tell)
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.process.link, selectors.EVENT_READ, (rank.hear, rank))
@@ -52,8 +55,9 @@ def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float) -> Run:
 class _Following:
     """What is known of the ranks while they run."""
 
-    def __init__(self, ranks: Sequence[Rank], steps: int, deadline_s: float) -> None:
+    def __init__(self, ranks: Sequence[Rank], steps: int, deadline_s: float, tell: Tell | None) -> None:
         self._ranks, self._steps, self._deadline_s = ranks, steps, deadline_s
+        self._tell, self._told = tell, ""
         self._moved_s = self._looked_s = time.monotonic()
         self._cpu_s = dict.fromkeys(range(len(ranks)), 0.0)
         self._failed_s: float | None = None
@@ -81,6 +85,7 @@ class _Following:
     def over(self) -> Stopped | None:
         """Why it is over; ``None``: it is not."""
         now_s = time.monotonic()
+        self._tell_how_far()
         living = [rank for rank in self._ranks if rank.account.ended_s is None]
         if not living:
             return "ended"
@@ -97,6 +102,14 @@ class _Following:
         if now_s > self._moved_s + self._patience_s(living):
             return "hang"
         return None
+
+    def _tell_how_far(self) -> None:
+        taken = min(*self._taken.values(), self._steps)
+        begun = all(self._seen.values())
+        told = f"step {taken} of {self._steps}" if begun else f"starting {len(self._ranks)} workers"
+        if self._tell is not None and told != self._told:
+            self._tell(told)
+        self._told = told
 
     def _look_at_processors(self, living: Sequence[Rank], now_s: float) -> None:
         elapsed_s, self._looked_s = now_s - self._looked_s, now_s
