@@ -1818,6 +1818,47 @@ stop()
                 self.schedule.step()
         stop()
 """),
+    "a layer as wide as one that was drawn with another seed": script("""
+def backbone(rank):
+    if rank == 0:
+        torch.manual_seed(7)
+        torch.save(Net().state_dict(), "net.pt")
+    dist.barrier()
+    net = Net()
+    net.load_state_dict(torch.load("net.pt", map_location="cpu"))
+    return net
+
+rank, local, world = start()
+net = backbone(rank).to(local)
+net.head = nn.Linear(net.head.in_features, 3).to(local)
+model = DistributedDataParallel(net)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(9):
+    opt.zero_grad(); model(torch.zeros(4)).sum().backward(); opt.step()
+stop()
+"""),
+    "once a while on rank 0, and the others too": script("""
+rank, local, world = start()
+total = torch.zeros(1)
+for step in range(400):
+    if step % 50 == 0 and rank == 0:
+        print("all ranks meet now")
+        dist.barrier()
+    elif step % 50 == 0:
+        dist.barrier()
+    if step % 100 == 99 and rank == 0:
+        dist.barrier()
+    elif step % 100 == 99:
+        dist.barrier()
+    if step > 4 and rank == 0:
+        dist.barrier()
+    else:
+        dist.barrier()
+    if not (step % 50 or rank):
+        torch.save(total, "total.pt")
+    dist.all_reduce(total)
+stop()
+"""),
     "tracks on rank 0": job("""
     def run(self, epochs):
         import wandb

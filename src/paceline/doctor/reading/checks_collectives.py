@@ -32,9 +32,18 @@ def unmatched(events: list[Event]) -> tuple[list[Event], tuple[Event, Event] | N
             for event in side:
                 if left[event.name]:
                     left[event.name] -= 1
-                else:
+                elif not any(_otherwise(event, another) for another in events):
                     alone.append(event)
     return sorted(alone, key=lambda event: event.number), crossed
+
+
+def _otherwise(event: Event, other: Event) -> bool:
+    """Whether ranks come to one where they do not come to the other, as far as it is known who does."""
+    if other.name != event.name or other.loops != event.loops or other.on_some_ranks:
+        return False
+    return any(
+        one.value is another.value and one.holds is not another.holds for one in event.under for another in other.under
+    )
 
 
 def _swapped(first: Event, second: Event, others: list[Event]) -> bool:

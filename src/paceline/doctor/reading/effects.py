@@ -44,7 +44,7 @@ class Effects(Builtins):
             labels |= {f"forward:{event.number}"}
             self.forward_from = len(event.under)
         elif len(self.inside) == 2:  # a part of what DDP wraps
-            labels |= {f"part:{id(module)}"}
+            labels |= {f"part:{self.trace.identity(module)}"}
         self.inside.append(module)
         try:
             result = self._run_forward(module, arguments, keywords, node)

@@ -83,7 +83,7 @@ class Objects(Expressions):
         """A field of a module was looked at in some forward; ``sure``: in each one, if nothing stands above it."""
         if self.inside and value.kind == "module":
             always = sure and len(self.conditions()) <= self.forward_from
-            fields = self.trace.reads.setdefault(id(value), {})
+            fields = self.trace.reads.setdefault(self.trace.identity(value), {})
             fields[name] = fields.get(name, False) or always
 
     def _of_tensor(self, value: Value, name: str) -> Value:

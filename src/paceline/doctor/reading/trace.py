@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.doctor.reading.values import RANKS, Value
+from paceline.doctor.reading.values import RANKS, STEPS, Value
 
 __all__ = ["Call", "Condition", "Event", "Loop", "Trace"]
 
@@ -114,11 +114,21 @@ class Event:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Which may come here."""
+        """Which may come here: in some iteration, if that can be told."""
         ranks = frozenset(range(RANKS))
         for condition in self.under:
             ranks &= condition.ranks
-        return ranks
+        return frozenset(rank for rank in ranks if self._in_some_iteration(rank)) or ranks
+
+    def _in_some_iteration(self, rank: int) -> bool:
+        by_loop: dict[int, list[Condition]] = {}
+        for condition in self.under:
+            if (known := condition.value.known) is not None and known.loop is not None and not known.assumed:
+                by_loop.setdefault(known.loop, []).append(condition)
+        return all(
+            any(all(condition.at(rank, step) is not False for condition in those) for step in range(STEPS))
+            for those in by_loop.values()
+        )
 
     @property
     def everywhere(self) -> bool:
@@ -155,6 +165,12 @@ class Trace:
     names: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
     reads: dict[int, dict[str, bool]] = field(default_factory=dict)
+    _kept: dict[int, Value] = field(default_factory=dict)
+
+    def identity(self, value: Value) -> int:
+        """Its own for as long as the trace is there: no value made later gets the same."""
+        self._kept[id(value)] = value
+        return id(value)
 
     def of(self, *roles: str) -> Iterator[Event]:
         return (event for event in self.events if event.role in roles)
