@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check format bench chaos clean
+.PHONY: setup demo test check format bench chaos memory clean
 
 setup: .venv/ready
 
@@ -34,6 +34,9 @@ bench: setup
 
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py --out build/chaos.md
+
+memory: setup
+	$(BIN)/python benchmarks/memory.py --out build/memory.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
