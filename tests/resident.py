@@ -35,7 +35,15 @@ __all__ = ["Forked", "Resident"]
 
 START_S = 300.0
 """The longest that importing everything takes."""
-ALSO = ("cloudpickle", "paceline.launcher", "paceline.supervisor", "sklearn.datasets")
+ALSO = (
+    "cloudpickle",
+    "paceline.launcher",
+    "paceline.planning.command",
+    "paceline.planning.fitting",
+    "paceline.supervisor",
+    "sklearn.datasets",
+    "torch.utils.flop_counter",
+)
 """What commands import beside what the template does."""
 
 

@@ -167,7 +167,7 @@ def start(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew: 
 
 def script(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew: bool = False) -> Started:
     """Starts ``python`` with ``words``: ``-m paceline ...``, or a script and its arguments. As `start`."""
-    anew = anew or not _resident or "plan" in words or "--execution.memory" in words
+    anew = anew or not _resident or "--execution.memory" in words
     resident = None if anew else _resident[-1]
     return Started([sys.executable, *words], cwd, extra, resident=resident)
 

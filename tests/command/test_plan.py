@@ -185,7 +185,7 @@ def size_of(out: str, what: str) -> float:
 def test_a_large_model_is_planned_in_seconds_and_little_memory_with_its_published_size(place: Path, name: str) -> None:
     count, shape = PUBLISHED[name]
     config = write(place, "large", language(**shape, context=2048), {"micro_batch": 1, "precision": "bf16"})
-    command = start("plan", str(config), "-n", "2", "--memory", "10GiB", cwd=place)
+    command = start("plan", str(config), "-n", "2", "--memory", "10GiB", cwd=place, anew=True)
     process, most = psutil.Process(command.process.pid), 0
     while command.process.poll() is None:
         most = max(most, process.memory_info().rss if process.is_running() else 0)
