@@ -50,8 +50,8 @@ SURROUNDINGS = {
     "CUDA_VISIBLE_DEVICES": "",  # what the pages show has come out of a CPU
     "OMP_NUM_THREADS": "1",  # as torchrun sets it, so that scripts in plain torch do not fight for the cores
 }
-ANEW = {"from-one-gpu.md", "memory.md"}
-"""Pages whose commands start in a fresh interpreter: a whole page as its reader does it, and what processes hold."""
+LONG = {"memory.md"}
+"""Pages that take minutes: with ``--long``. What they show has tests of its own."""
 CELLS = """
 import json, sys
 names = {"__name__": "__main__"}
@@ -141,7 +141,7 @@ class Reader:
     def _start(self, command: str) -> Started:
         """As a shell would; without one where it has nothing to do but to start Python."""
         program, *words = shlex.split(command)
-        if self._name in ANEW or program not in ("paceline", "python") or set(command) & set("|&;<>$*"):
+        if program not in ("paceline", "python") or set(command) & set("|&;<>$*"):
             return Started(["bash", "-c", command], self._folder, SURROUNDINGS)
         words = ["-m", "paceline", *words] if program == "paceline" else words
         return script(*words, cwd=self._folder, extra=SURROUNDINGS)
@@ -237,7 +237,9 @@ def alike_line(expected: str, found: str, digests: Mapping[str, str]) -> dict[st
     return known if len(set(known.values())) == len(known) else None
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(page, marks=pytest.mark.long) if page in LONG else page for page in PAGES]
+)
 def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
     with Reader(name, tmp_path) as reader:
         reader.follow((DOCS / name).read_text(encoding="utf-8"))

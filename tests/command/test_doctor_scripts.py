@@ -17,12 +17,7 @@ from paceline.doctor.examine import Limits, examine
 from paceline.doctor.findings import Finding
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "doctor_scripts"
-RUN = {
-    "right/rank0_evaluation.py",
-    "wrong/engine_package",
-    "wrong/meters",
-    "wrong/policy_gradient.py",
-}
+RUN = {"right/rank0_evaluation.py", "wrong/engine_package"}
 """Those that are run, too, each time; the others with ``--long``."""
 
 
