@@ -129,13 +129,17 @@ def test_a_hang_is_ended_and_told_with_both_places() -> None:
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        ("import os\nif rank == 1: os._exit(3)\ndist.barrier()\n", "rank 1 failed first: it left with exit code 3"),
+        pytest.param(
+            "import os\nif rank == 1: os._exit(3)\ndist.barrier()\n",
+            "rank 1 failed first: it left with exit code 3",
+            marks=pytest.mark.long,
+        ),
         (
             "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()\n",
             "rank 1 failed first: killed by signal 9",
         ),
         ("import not_there_at_all\n", "ModuleNotFoundError: No module named 'not_there_at_all'"),
-        ("print(input())\n", "EOFError"),
+        pytest.param("print(input())\n", "EOFError", marks=pytest.mark.long),
     ],
     ids=["os._exit", "SIGKILL", "missing import", "stdin"],
 )
@@ -212,7 +216,9 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
     assert told.findings == ()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL]
+)
 def test_nobody_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     write("import os, sys, time\nopen(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n", "child.py")
     write(
