@@ -224,6 +224,7 @@ def test_no_way_to_recompute_changes_a_bit(place: Path, precision: str, compiled
     assert "2, recompute all" in ended.out
 
 
+@pytest.mark.long
 def test_lists_and_mappings_of_blocks_are_ways_to_recompute_too(place: Path) -> None:
     ways = ["every:2", ["blocks.0", "blocks.1"], {"blocks.*": "selective"}, ["blocks.1"]]
     text = 'every:2, [blocks.0,blocks.1],{"blocks.*": selective},[blocks.1]'
