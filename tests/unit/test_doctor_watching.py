@@ -397,3 +397,17 @@ def test_what_a_script_writes_stays_in_the_scratch_folder(tmp_path: Path) -> Non
     assert (project / "train.py").read_text() == "print(1)\n"
     assert list((project / "runs").iterdir()) == []
     assert list(scratch.moved.values()) == [str(project)]
+
+
+def test_no_folder_of_the_users_is_ever_linked(tmp_path: Path) -> None:
+    """However many files lie before it, what is written into a folder is not written into the original."""
+    project = tmp_path / "project"
+    (project / "data").mkdir(parents=True)
+    (project / "outputs" / "run").mkdir(parents=True)
+    for number in range(5100):
+        (project / "data" / str(number)).touch()
+    scratch = Scratch(home=tmp_path / "home", in_place=False)
+    scratch.place(project)
+    run = scratch.within(project / "outputs" / "run")
+    (run / "last.pt").write_text("new")
+    assert not list((project / "outputs" / "run").iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Final
 
@@ -278,11 +279,13 @@ class Objects(Expressions):
     def loaders(self, over: Value) -> list[Value]:
         return list(loaders_in(over))
 
+    @abstractmethod
     def batch(self, loader: Value, node: ast.AST) -> Value:
-        raise NotImplementedError
+        """What a loader gives."""
 
+    @abstractmethod
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
-        raise NotImplementedError
+        """What a generator gives."""
 
     # --- what containers and strings do
 

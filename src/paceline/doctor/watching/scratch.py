@@ -12,11 +12,14 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.errors import UsageError
+
 __all__ = ["Scratch"]
 
 _SMALL_BYTES = 256 * 1024
 _COPIED_BYTES = 64 * 1024 * 1024
-_ENTRIES = 5000
+_ENTRIES = 200_000
+"""The most that are rebuilt. No folder is ever linked in their place: what is written there would be the original."""
 _WHOLE = frozenset(
     {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache"}
 )
@@ -42,7 +45,11 @@ class Scratch:
     _copied: int = 0
 
     def place(self, *folders: Path) -> None:
-        """Rebuilds ``folders``; one inside of another is rebuilt with it."""
+        """Rebuilds ``folders``; one inside of another is rebuilt with it.
+
+        Raises:
+            UsageError: too many files.
+        """
         if self.in_place:
             return
         roots = sorted({folder.resolve() for folder in folders}, key=lambda folder: len(folder.parts))
@@ -71,7 +78,7 @@ class Scratch:
     def _rebuild(self, root: Path, target: Path) -> None:
         target.mkdir()
         pending = [(root, target)]
-        while pending:  # breadth first: what is nearest is rebuilt when there is too much
+        while pending:
             folder, there = pending.pop(0)
             try:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -80,7 +87,14 @@ class Scratch:
             for entry in entries:
                 copy = there / entry.name
                 self._entries += 1
-                if entry.is_dir(follow_symlinks=False) and entry.name not in _WHOLE and self._entries < _ENTRIES:
+                if self._entries > _ENTRIES:
+                    raise UsageError(
+                        "cannot run the script in a scratch folder",
+                        found=f"more than {_ENTRIES:,} files beside it, in {root}",
+                        needed="a folder that can be rebuilt",
+                        fix="Use --static, or --in-place to let it write where it is",
+                    )
+                if entry.is_dir(follow_symlinks=False) and entry.name not in _WHOLE:
                     copy.mkdir()
                     pending.append((Path(entry.path), copy))
                 elif self._is_small(entry):
