@@ -205,7 +205,7 @@ def test_what_is_cut_off_by_a_limit_is_no_parting(script: Path) -> None:
 def step(values: list[str], grads: list[str], **facts: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {"optimizer": 0, "plain": True, "values": values, "grads": grads}
     samples = {"sample": [[float(len(value)) for value in values]], "grad_sample": [[0.0]]}
-    return {**plain, **samples, "changed": [], "unheld": [], "names": ["weight"], "in_ddp": [True], **facts}
+    return {**plain, **samples, "changed": [], "unheld": [], "names": ["weight"], "in_ddp": [True], "alike": [True], **facts}
 
 
 def test_weights_that_differ_are_explained_once(script: Path) -> None:

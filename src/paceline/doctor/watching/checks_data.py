@@ -16,6 +16,10 @@ _DISTINCT = 0.9
 """Samples are told apart by their content if so many of a rank's own are distinct."""
 _MOVED = 0.2
 """Of two orders, so many samples of one rank come to another one too, under another number."""
+_PADDED = 8
+"""Parts of random splits that are this many times as large as there are ranks have more than one sample in common."""
+_WHOLE = 1.25
+"""Shards that were padded hold no more than so many times the whole; two random halves that miss nothing hold more."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +85,7 @@ def _side_by_side(run: Run) -> Iterator[list[Pass]]:
             yield list(those)
 
 
-def _epochs(run: Run) -> Iterator[Finding]:
+def missing_set_epoch(run: Run) -> Iterator[Finding]:
     account = run.accounts[0]
     samplers = {record["sampler"]: record for record in account.of("sampler")}
     called = {record["sampler"] for record in account.of("set-epoch")}
@@ -107,7 +111,7 @@ def _same_beginning(one: Sequence[int], other: Sequence[int]) -> bool:
     return length > 0 and one[:length] == other[:length]
 
 
-def _seeds(run: Run) -> Iterator[Finding]:
+def sampler_seed_differs(run: Run) -> Iterator[Finding]:
     for those in beside(run, "sampler"):
         seeds = [record["seed"] for record in those]
         if len(set(seeds)) > 1 and all(record["shuffle"] for record in those):
@@ -133,27 +137,37 @@ def _overlap(run: Run) -> str:
     return ""
 
 
-def _sharded(run: Run) -> Iterator[Finding]:
-    """Nobody shards: ranks see the same samples."""
-    told: set[int] = set()
-    for those in _side_by_side(run):
+def iterable_not_sharded(run: Run) -> Iterator[Finding]:
+    for those in _first_trainings(run):
+        if those[0].loader["iterable"]:
+            yield from _stream(those)
+
+
+def no_distributed_sampler(run: Run) -> Iterator[Finding]:
+    for those in _first_trainings(run):
         loader = those[0].loader
-        if loader["loader"] in told or not all(one.trains for one in those) or run.world < 2:
-            continue
-        if loader["iterable"]:
-            yield from _stream(those, told)
-        elif loader["sampler"] is None and all(one.loader["drawn_by"] in _PLAIN for one in those):
-            yield from _unsharded(those, told)
+        plain = loader["sampler"] is None and all(one.loader["drawn_by"] in _PLAIN for one in those)
+        if plain and not loader["iterable"]:
+            yield from _unsharded(those)
+
+
+def _first_trainings(run: Run) -> Iterator[list[Pass]]:
+    """Of each loader the first pass in which every rank trains, if there are several ranks."""
+    seen: set[int] = set()
+    for those in _side_by_side(run):
+        number = those[0].loader["loader"]
+        if run.world > 1 and number not in seen and all(one.trains for one in those):
+            seen.add(number)
+            yield those
 
 
 _PLAIN = frozenset({"RandomSampler", "SequentialSampler"})
 
 
-def _stream(those: list[Pass], told: set[int]) -> Iterator[Finding]:
+def _stream(those: list[Pass]) -> Iterator[Finding]:
     sets = [set(one.rows) for one in those]
     common = set.intersection(*sets)
     if all(one.distinct for one in those) and len(common) >= _DISTINCT * min(map(len, sets)):
-        told.add(those[0].loader["loader"])
         yield from found(
             "iterable-not-sharded",
             those[0].loader.place,
@@ -161,7 +175,6 @@ def _stream(those: list[Pass], told: set[int]) -> Iterator[Finding]:
             f"{len(common)} of {len(sets[0])} samples that rank 0 saw in its first pass were seen by every rank",
         )
     elif all(one.loader["workers"] > 1 and _repeats(one.rows, one.loader["workers"]) for one in those):
-        told.add(those[0].loader["loader"])
         yield from found(
             "iterable-not-sharded",
             those[0].loader.place,
@@ -175,7 +188,7 @@ def _repeats(rows: Sequence[str], times: int) -> bool:
     return bool(counts) and all(number == times for number in counts.values())
 
 
-def _unsharded(those: list[Pass], told: set[int]) -> Iterator[Finding]:
+def _unsharded(those: list[Pass]) -> Iterator[Finding]:
     """By content where samples can be told apart by it, since ranks may hold datasets of their own."""
     if len({one.loader["size"] for one in those}) > 1:
         return
@@ -189,7 +202,6 @@ def _unsharded(those: list[Pass], told: set[int]) -> Iterator[Finding]:
             return  # each rank has its own data under these numbers
     elif not common:
         return
-    told.add(those[0].loader["loader"])
     yield from found(
         "no-distributed-sampler",
         those[0].loader.place,
@@ -199,7 +211,7 @@ def _unsharded(those: list[Pass], told: set[int]) -> Iterator[Finding]:
     )
 
 
-def _order(run: Run) -> Iterator[Finding]:
+def dataset_order_differs(run: Run) -> Iterator[Finding]:
     """The same samples under other numbers, or different numbers of samples."""
     for samplers in beside(run, "sampler"):
         sizes = [record["size"] for record in samplers]
@@ -263,29 +275,37 @@ def _moved(first: dict[int, str], other: dict[int, str], rank: int) -> str:
     return f"{count(len(moved), 'sample')} came to both: {told}"
 
 
-def _splits(run: Run) -> Iterator[Finding]:
+def random_split_differs(run: Run) -> Iterator[Finding]:
     for those in beside(run, "subset"):
-        places = {record.place for record in those}
-        if len(places) > 1 or len({record["digest"] for record in those}) == 1:
+        apart = len({record.place for record in those}) > 1 or len({record["size"] for record in those}) > 1
+        if apart or len({record["digest"] for record in those}) == 1 or _are_shards(those):
             continue
         sets = [set(record["indices"] or []) for record in those]
-        common = set.intersection(*sets)
-        if not common or (min(map(len, sets)) > 4 and all(own == sets[0] for own in sets)):
-            continue  # disjoint: a shard for each rank
-        if len({record["size"] for record in those}) > 1:
-            continue
-        differing = len(set.union(*sets) - common)
+        common, all_of_them = set.intersection(*sets), set.union(*sets)
+        if min(map(len, sets)) > 4 and common == all_of_them:
+            continue  # the same part, in another order
         yield from found(
             "random-split-differs",
             those[0].place,
             "the ranks split the dataset differently",
             f"of {count(those[0]['size'], 'sample')} in this part on rank 0, only {len(common)} are in it on every "
-            f"rank; {differing} are in it on some",
+            f"rank; {len(all_of_them - common)} are in it on some",
         )
         return
 
 
-def _padding(run: Run) -> Iterator[Finding]:
+def _are_shards(those: Sequence[Record]) -> bool:
+    """Whether each rank has a part of its own. A shard that is padded repeats a few samples of another one: fewer than
+    there are ranks, or so many that all shards together still are hardly more than the whole."""
+    parts = [record["indices"] or [] for record in those]
+    held = sum(map(len, parts))
+    distinct = len({index for part in parts for index in part})
+    if held - distinct < len(those) and min(map(len, parts)) > len(those) * _PADDED:
+        return True
+    return held == distinct or (distinct == those[0]["of"] and held <= _WHOLE * distinct)
+
+
+def eval_padded_duplicates(run: Run) -> Iterator[Finding]:
     samplers = {record["sampler"]: record for record in run.accounts[0].of("sampler")}
     for one in passes(run.accounts[0]):
         sampler = samplers.get(one.loader["sampler"])
@@ -304,7 +324,7 @@ def _padding(run: Run) -> Iterator[Finding]:
             return
 
 
-def _stale(run: Run) -> Iterator[Finding]:
+def stale_epoch_in_workers(run: Run) -> Iterator[Finding]:
     """Persistent workers: the dataset's epoch moves on in the rank, what the workers give does not."""
     for those in by_loader(run.accounts[0]):
         loader = those[0].loader
@@ -320,64 +340,89 @@ def _stale(run: Run) -> Iterator[Finding]:
             )
 
 
-def _random(run: Run) -> Iterator[Finding]:
-    """The same state before a draw on all ranks."""
-    for where, rule in (("worker", "worker-seed-identical"), ("rank", "rng-identical-across-ranks")):
-        draws = [
-            [r for r in account.of("draw") if (r.child is not None) == (where == "worker")] for account in run.accounts
-        ]
-        if not all(draws):
-            continue
-        common = set.intersection(*({(r["generator"], r["state"]) for r in own} for own in draws))
-        first = next((r for r in draws[0] if (r["generator"], r["state"]) in common), None)
-        if first is None:
-            continue
-        same = sum((r["generator"], r["state"]) in common for r in draws[0])
-        if where == "worker":
-            place = next((r.place for r in run.accounts[0].of("loader") if r["workers"]), None)
-            message = f"loader workers of all ranks draw the same numbers from {first['generator']}"
-        else:
-            place = first.place
-            what = "dropout and the like" if first["where"] == "forward" else "the dataset"
-            message = f"{what} draw the same random numbers on every rank"
+def worker_seed_identical(run: Run) -> Iterator[Finding]:
+    """Loader workers that begin alike although torch has given each of them a seed of its own, or, which may be meant,
+    because all ranks were seeded alike and so drew the same seeds for theirs."""
+    firsts: dict[tuple[int, int, str], Record] = {}
+    for record in run.all("draw"):
+        if record.child is not None:
+            firsts.setdefault((record.rank, record.child, record["generator"]), record)
+    alike: dict[tuple[str, str], list[Record]] = {}
+    for record in firsts.values():
+        alike.setdefault((record["generator"], record["state"]), []).append(record)
+    place = next((r.place for r in run.accounts[0].of("loader") if r["workers"]), None)
+    reseeded = next((those for those in alike.values() if len({r["seed"] for r in those}) > 1), None)
+    shared = next((those for those in alike.values() if len({r.rank for r in those}) == run.world > 1), None)
+    if reseeded is not None:
+        generator = reseeded[0]["generator"]
         yield from found(
-            rule,
+            "worker-seed-identical",
             place,
-            message,
-            f"{ranks(range(run.world))}: {first['generator']}'s generator was in the same state before "
-            f"{same} of {len(draws[0])} draws that were looked at",
+            f"loader workers draw the same numbers from {generator}",
+            f"torch had seeded {len(reseeded)} workers of {ranks({r.rank for r in reseeded})} differently, "
+            f"and all of them began with {generator}'s generator in the same state",
         )
-        return
+    elif shared is not None:
+        yield from found(
+            "worker-seed-identical",
+            place,
+            f"loader workers of all ranks draw the same numbers from {shared[0]['generator']}",
+            f"{ranks({r.rank for r in shared})} were seeded alike, and so are their loader workers",
+            severity="advice",
+        )
 
 
-def _cores(run: Run) -> Iterator[Finding]:
-    cores = {record["value"] for record in run.all("asks") if record["what"] == "cores"}
-    if run.world < 2 or not cores:
+def rng_identical_across_ranks(run: Run) -> Iterator[Finding]:
+    """The same state before a draw on all ranks."""
+    draws = [[r for r in account.of("draw") if r.child is None] for account in run.accounts]
+    if run.world < 2 or not all(draws):
         return
-    most = max(cores)
+    common = set.intersection(*({(r["generator"], r["state"]) for r in own} for own in draws))
+    same = [r for r in draws[0] if (r["generator"], r["state"]) in common]
+    if same:
+        first = same[0]
+        what = "dropout and the like" if first["where"] == "forward" else "the dataset"
+        yield from found(
+            "rng-identical-across-ranks",
+            first.place,
+            f"{what} draw the same random numbers on every rank",
+            f"{ranks(range(run.world))}: {first['generator']}'s generator was in the same state before "
+            f"{len(same)} of {len(draws[0])} draws that were looked at",
+        )
+
+
+def loader_workers_oversubscribed(run: Run) -> Iterator[Finding]:
+    cores = _cores(run)
     for loader in run.accounts[0].of("loader"):
-        if (
-            loader["workers"]
-            and loader["workers"] >= most
-            and all(any(r["workers"] == loader["workers"] for r in account.of("loader")) for account in run.accounts)
-        ):
+        everywhere = all(any(r["workers"] == loader["workers"] for r in a.of("loader")) for a in run.accounts)
+        if cores is not None and loader["workers"] and loader["workers"] >= cores and everywhere:
             yield from found(
                 "loader-workers-oversubscribed",
                 loader.place,
                 "each rank starts as many loader workers as the machine has cores",
-                f"{run.world} ranks with {loader['workers']} loader workers each on {count(most, 'core')}",
+                f"{run.world} ranks with {loader['workers']} loader workers each on {count(cores, 'core')}",
             )
-            break
+            return
+
+
+def threads_oversubscribed(run: Run) -> Iterator[Finding]:
+    cores = _cores(run)
     for record in run.accounts[0].of("threads", "env"):
         threads = record["count"] if record.kind == "threads" else _threads_of(record)
-        if threads >= most and run.world * threads > most:
+        if cores is not None and threads >= cores and run.world * threads > cores:
             yield from found(
                 "threads-oversubscribed",
                 record.place,
                 "each rank takes as many threads as the machine has cores",
-                f"{run.world} ranks with {threads} threads each on {count(most, 'core')}",
+                f"{run.world} ranks with {threads} threads each on {count(cores, 'core')}",
             )
-            break
+            return
+
+
+def _cores(run: Run) -> int | None:
+    """How many the script was told that there are, if it has asked and there are ranks that share them."""
+    told = [record["value"] for record in run.all("asks") if record["what"] == "cores"]
+    return max(told) if told and run.world > 1 else None
 
 
 def _threads_of(record: Record) -> int:
@@ -385,7 +430,7 @@ def _threads_of(record: Record) -> int:
     return int(value) if record["key"] == "OMP_NUM_THREADS" and value.isdigit() else 0
 
 
-def _schedule(run: Run) -> Iterator[Finding]:
+def schedule_length_mismatch(run: Run) -> Iterator[Finding]:
     """Only of a run that came to its end."""
     account = run.accounts[0]
     ends = account.first("end")
@@ -404,14 +449,17 @@ def _schedule(run: Run) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _epochs,
-    _seeds,
-    _sharded,
-    _order,
-    _splits,
-    _padding,
-    _stale,
-    _random,
-    _cores,
-    _schedule,
+    missing_set_epoch,
+    sampler_seed_differs,
+    iterable_not_sharded,
+    no_distributed_sampler,
+    dataset_order_differs,
+    random_split_differs,
+    eval_padded_duplicates,
+    stale_epoch_in_workers,
+    worker_seed_identical,
+    rng_identical_across_ranks,
+    loader_workers_oversubscribed,
+    threads_oversubscribed,
+    schedule_length_mismatch,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.evidence import at, count, found, ranks
-from paceline.doctor.watching.records import Record, Run
+from paceline.doctor.watching.records import Place, Record, Run
 from paceline.doctor.watching.sources import line_of
 
 __all__ = ["CHECKS"]
@@ -23,7 +23,7 @@ def _by(run: Run, kind: str, fact: str) -> dict[str, dict[int, list[Record]]]:
     return grouped
 
 
-def _saved(run: Run) -> Iterator[Finding]:
+def save_on_all_ranks(run: Run) -> Iterator[Finding]:
     told = set()
     for path, by_rank in _by(run, "save", "path").items():
         first = next(iter(by_rank.values()))[0]
@@ -37,9 +37,9 @@ def _saved(run: Run) -> Iterator[Finding]:
             )
 
 
-def _written(run: Run) -> Iterator[Finding]:
+def other_files_on_all_ranks(run: Run) -> Iterator[Finding]:
     """Any other file that several ranks open for writing, or that one reads while another may still write it."""
-    saved = {record["path"] for record in run.all("save")}
+    saved = {record["path"] for record in run.all("save", "lock")}  # a file that is locked is there to be locked
     reads = _by(run, "read", "path")
     for path, by_rank in _by(run, "open", "path").items():
         if path in saved:
@@ -52,7 +52,7 @@ def _written(run: Run) -> Iterator[Finding]:
             for writer in those[:1]
             for other, readers in reads.get(path, {}).items()
             for reader in readers[:1]
-            if other != rank and other not in writers and reader.syncs <= writer.syncs and reader.at_s >= writer.at_s
+            if other != rank and other not in writers and _unmet(writer, reader) and reader.at_s >= writer.at_s
         ]
         if len(writers) > 1:
             first = min((those[0] for those in writers.values()), key=lambda record: record.at_s)
@@ -73,7 +73,13 @@ def _written(run: Run) -> Iterator[Finding]:
             )
 
 
-def _fetched(run: Run) -> Iterator[Finding]:
+def _unmet(writer: Record, reader: Record) -> bool:
+    """Whether a reader may come before a writer is done: they have not met in between. One that read before it met the
+    writer the last time, a state to resume from, does not."""
+    return reader.syncs == writer.syncs or (reader.syncs < writer.syncs and reader.at_s >= writer.at_s)
+
+
+def download_on_all_ranks(run: Run) -> Iterator[Finding]:
     for url, by_rank in _by(run, "download", "url").items():
         first = next(iter(by_rank.values()))[0]
         if len(by_rank) > 1:
@@ -82,16 +88,11 @@ def _fetched(run: Run) -> Iterator[Finding]:
             )
 
 
-def _loaded(run: Run) -> Iterator[Finding]:
+def load_without_barrier(run: Run) -> Iterator[Finding]:
     saves = _by(run, "save", "path")
     for path, by_rank in _by(run, "load", "path").items():
         for writer in (those[0] for those in saves.get(path, {}).values()):
-            early = [
-                r
-                for rank, those in by_rank.items()
-                for r in those[:1]
-                if rank != writer.rank and r.syncs <= writer.syncs
-            ]
+            early = [those[0] for rank, those in by_rank.items() if rank != writer.rank and _unmet(writer, those[0])]
             if early and early[0].rank not in saves[path]:
                 yield from found(
                     "load-without-barrier",
@@ -103,8 +104,8 @@ def _loaded(run: Run) -> Iterator[Finding]:
                 return
 
 
-def _unmapped(run: Run) -> Iterator[Finding]:
-    """Only of a script that asks for GPUs."""
+def load_without_map_location(run: Run) -> Iterator[Finding]:
+    """Only of a script that asks for GPUs; what it does not give to a model may be data."""
     gpus = any(record["what"] == "gpus" for record in run.all("asks"))
     loads = [record for record in run.all("load") if not record["mapped"]]
     if gpus and len({record.rank for record in loads}) > 1:
@@ -113,23 +114,33 @@ def _unmapped(run: Run) -> Iterator[Finding]:
             loads[0].place,
             "torch.load without map_location, in a script that uses GPUs where there are some",
             f"{ranks({record.rank for record in loads})} load it",
+            severity=None if _states_after(run, loads[0]) else "advice",
             confidence="likely",
         )
 
 
-def _prefixed(run: Run) -> Iterator[Finding]:
-    for record in run.all("save"):
-        if record["prefixed"]:
+def _states_after(run: Run, load: Record) -> bool:
+    return any(record.at_s >= load.at_s for record in run.accounts[load.rank].of("load-state"))
+
+
+def module_prefix_checkpoint(run: Run) -> Iterator[Finding]:
+    """Only where a plain model was given such keys: what is loaded into the wrapper again is right."""
+    for load in run.all("load-state"):
+        if load["lost"]:
+            save = next((record for record in run.all("save") if record["prefixed"]), None)
+            outcome = "took none of them" if load["whole"] else "refused them"
             yield from found(
                 "module-prefix-checkpoint",
-                record.place,
-                "the state dict of the DDP itself is saved, not of the model inside",
-                f"all keys in {Path(record['path']).name} begin with `module.`",
+                save.place if save is not None else load.place,
+                "the state dict of the DDP itself is saved, not of the model inside"
+                if save is not None
+                else "keys with DDP's `module.` in front are loaded into a plain model",
+                f"a plain model was given keys that begin with `module.` ({at(load.place)}), and {outcome}",
             )
             return
 
 
-def _tracked(run: Run) -> Iterator[Finding]:
+def tracker_on_all_ranks(run: Run) -> Iterator[Finding]:
     trackers = list(run.all("tracker"))
     for first in trackers[:1]:
         same = [r for r in trackers if r.place == first.place and r["where"] == first["where"]]
@@ -142,27 +153,39 @@ def _tracked(run: Run) -> Iterator[Finding]:
             )
 
 
-def _printed(run: Run) -> Iterator[Finding]:
+def print_on_all_ranks(run: Run) -> Iterator[Finding]:
     """Lines that come from every rank, unless they say which."""
-    by_place: dict[object, dict[int, list[Record]]] = {}
+    by_place: dict[Place | None, dict[int, list[Record]]] = {}
     for record in run.all("print"):
-        by_place.setdefault(record.place, {}).setdefault(record.rank, []).append(record)
-    for by_rank in by_place.values():
+        by_place.setdefault(_asked_for(record), {}).setdefault(record.rank, []).append(record)
+    for place, by_rank in by_place.items():
         first = next(iter(by_rank.values()))[0]
-        names_rank = any(
-            re.search(r"rank|worker|process", f"{line_of(p)} {first['text']}", re.I) for p in first.places[:1]
-        )
-        if len(by_rank) < run.world or run.world < 2 or names_rank:
+        said = f"{line_of(place) if place is not None else ''} {first['text']}"
+        if len(by_rank) < run.world or run.world < 2 or re.search(r"rank|worker|process", said, re.I):
             continue
         lines = min(len(those) for those in by_rank.values())
         yield from found(
             "print-on-all-ranks",
-            first.place,
+            place,
             "every rank prints this",
             f"{count(lines, 'line')} from each of {run.world} ranks, such as {first['text'][:60]!r}",
             severity=None if lines > 1 else "advice",
         )
-        return
 
 
-CHECKS = (_saved, _written, _fetched, _loaded, _unmapped, _prefixed, _tracked, _printed)
+def _asked_for(record: Record) -> Place | None:
+    """The line that wants it printed. One that hands on what it was given, ``print(*args)``, does so for another."""
+    wanting = (place for place in record.places if not re.search(r"\(\*\w+", line_of(place)))
+    return next(wanting, record.place)
+
+
+CHECKS = (
+    save_on_all_ranks,
+    other_files_on_all_ranks,
+    download_on_all_ranks,
+    load_without_barrier,
+    load_without_map_location,
+    module_prefix_checkpoint,
+    tracker_on_all_ranks,
+    print_on_all_ranks,
+)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.watching.checks_data import passes
 from paceline.doctor.watching.evidence import Interval, at, beside, count, found, gap, intervals, ranks
-from paceline.doctor.watching.records import Place, Record, Run
+from paceline.doctor.watching.records import Account, Record, Run
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "alike"]
 
 _NEARLY = 1.25
 """Counts of samples that differ by less are bad, and no more."""
@@ -38,7 +41,7 @@ def _differ(those: Sequence[Interval], name: str) -> bool:
     return len({tuple(one.step[name] or ()) for one in those}) > 1
 
 
-def _bypassed(run: Run) -> Iterator[Finding]:
+def ddp_forward_bypassed(run: Run) -> Iterator[Finding]:
     """Gradients came to a DDP's parameters although nobody called the DDP."""
     for those in _steps(run):
         if any(_meets_by_hand(one) for one in those):
@@ -74,7 +77,7 @@ def _unequal(those: Sequence[Interval]) -> str:
     return f"step {number} was taken without any reduction"
 
 
-def _unsynced(run: Run) -> Iterator[Finding]:
+def unsynced_optimizer_step(run: Run) -> Iterator[Finding]:
     for those in _steps(run):
         held = [ddp for ddp, pending in _reached(those[0]).items() if pending == "held"]
         if held and not any(_meets_by_hand(one) for one in those):
@@ -88,7 +91,7 @@ def _unsynced(run: Run) -> Iterator[Finding]:
             return
 
 
-def _no_sync_outside(run: Run) -> Iterator[Finding]:
+def no_sync_forward_outside(run: Run) -> Iterator[Finding]:
     """Backward inside of no_sync, the forward before it."""
     account = run.accounts[0]
     synced = 0
@@ -109,10 +112,11 @@ def _no_sync_outside(run: Run) -> Iterator[Finding]:
         )
 
 
-def _twice(run: Run) -> Iterator[Finding]:
+def redundant_grad_allreduce(run: Run) -> Iterator[Finding]:
     for one in intervals(run.accounts[0]):
         synced = any(pending == "synced" for pending in _reached(one).values())
         again = [record for record in one.of("collective") if record["grads"] == "ddp"]
+        again = [record for record in again if one.step["touched"] or not record["copied"]]  # a copy may be put back
         backwards = [record for record in one.of("backward") if "synced" in dict(record["reached"] or ()).values()]
         if synced and again and again[-1].at_s > backwards[-1].at_s:
             yield from found(
@@ -124,28 +128,45 @@ def _twice(run: Run) -> Iterator[Finding]:
             return
 
 
-def _not_normalised(run: Run) -> Iterator[Finding]:
-    """Several backwards of the same line in each step, each of a plain mean."""
-    all_steps = [one for one in intervals(run.accounts[0]) if one.of("backward")]
-    if len(all_steps) < 2:
+def accumulation_not_normalised(run: Run) -> Iterator[Finding]:
+    """Several backwards before each step, each of a plain mean over samples of its own, that add up."""
+    account = run.accounts[0]
+    done = [one for one in intervals(account) if one.of("backward")]
+    numbers = [len(one.of("backward")) for one in done]
+    if len(done) < 2 or min(numbers) < 2 or not all(map(_adds_up, done)) or not _of_own_samples(account, done):
         return
-    numbers = set()
-    for one in all_steps:
-        backwards = one.of("backward")
-        if len({record.place for record in backwards}) != 1 or one.step["touched"]:
-            return
-        if not all(_plain_mean(record) for record in backwards):
-            return
-        numbers.add(len(backwards))
     each = max(numbers)
-    if min(numbers) > 1:
-        yield from found(
-            "accumulation-not-normalised",
-            all_steps[0].of("backward")[0].place,
-            f"each step adds up the gradients of {each} micro-batches, whose losses are means",
-            f"{each} backwards before each of {count(len(all_steps), 'step')}, each of a mean that is not divided "
-            f"by {each}: steps are {each} times as large",
-        )
+    yield from found(
+        "accumulation-not-normalised",
+        done[0].of("backward")[0].place,
+        f"each step adds up the gradients of {each} micro-batches, whose losses are means",
+        f"{each} backwards before each of {count(len(done), 'step')}, each of a mean that is not divided "
+        f"by {each}: steps are {each} times as large",
+    )
+
+
+def _adds_up(one: Interval) -> bool:
+    """Whether the gradients of plain means are added up, and stepped with as they are."""
+    backwards = one.of("backward")
+    return (
+        not one.step["touched"]
+        and all(_plain_mean(record) for record in backwards)
+        and all(record["onto"] for record in backwards[1:])
+    )
+
+
+def _of_own_samples(account: Account, done: Sequence[Interval]) -> bool:
+    """Whether each backward is over other samples: not several losses or tasks of one batch, nor a batch of each of
+    several loaders, which may be added up. Samples that come from no loader are told apart by what went forward."""
+    trained = [one for one in passes(account) if one.trains]
+    if trained:
+        backwards = sum(len(one.of("backward")) for one in done)
+        return len({one.loader["loader"] for one in trained}) == 1 and sum(p.batches for p in trained) >= backwards
+    return all(
+        len({record.places for record in one.of("backward")}) == 1
+        and len({record["input"] for record in one.of("forward") if record["grad"]} - {None}) == len(one.of("backward"))
+        for one in done
+    )
 
 
 def _plain_mean(backward: Record) -> bool:
@@ -167,7 +188,7 @@ _MEANS = frozenset(
 )
 
 
-def _unequal_weights(run: Run) -> Iterator[Finding]:
+def unequal_weight_average(run: Run) -> Iterator[Finding]:
     """Ranks divide the same loss by different numbers."""
     seen = 0
     for those in beside(run, "backward"):
@@ -197,7 +218,7 @@ def _unequal_weights(run: Run) -> Iterator[Finding]:
             return
 
 
-def _clipped_early(run: Run) -> Iterator[Finding]:
+def clip_before_sync(run: Run) -> Iterator[Finding]:
     """Each rank by its own norm, and reduced afterwards."""
     for those in _steps(run):
         one = those[0]
@@ -218,7 +239,7 @@ def _clipped_early(run: Run) -> Iterator[Finding]:
                 return
 
 
-def _scaler(run: Run) -> Iterator[Finding]:
+def gradscaler_diverges(run: Run) -> Iterator[Finding]:
     for those in beside(run, "scale"):
         after = [record["after"] for record in those]
         if len(set(after)) > 1:
@@ -231,7 +252,7 @@ def _scaler(run: Run) -> Iterator[Finding]:
             return
 
 
-def _gathered(run: Run) -> Iterator[Finding]:
+def gather_without_grad(run: Run) -> Iterator[Finding]:
     records = list(run.accounts[0].of("gathered"))
     if records:
         yield from found(
@@ -243,7 +264,7 @@ def _gathered(run: Run) -> Iterator[Finding]:
         )
 
 
-def _changed_after_wrap(run: Run) -> Iterator[Finding]:
+def params_changed_after_wrap(run: Run) -> Iterator[Finding]:
     for one in intervals(run.accounts[0]):
         if one.step["changed"]:
             wraps = list(run.accounts[0].of("wrap"))
@@ -261,7 +282,7 @@ def _changed_after_wrap(run: Run) -> Iterator[Finding]:
             return
 
 
-def _stale_parameters(run: Run) -> Iterator[Finding]:
+def optimizer_stale_params(run: Run) -> Iterator[Finding]:
     """Parameters with gradients that no optimizer holds, and an optimizer with parameters that are nobody's."""
     done = intervals(run.accounts[0])
     optimizers = {one.step["optimizer"] for one in done}
@@ -280,38 +301,74 @@ def _stale_parameters(run: Run) -> Iterator[Finding]:
         )
 
 
-def _start(run: Run) -> Iterator[Finding]:
-    """The weights before the first step."""
-    first = next(_steps(run), None)
-    if first is None or not _differ(first, "values") or not any(True for _ in run.all("init")):
-        return
-    loads = [[r for r in account.of("load-state") if r.at_s < first[0].step.at_s] for account in run.accounts]
-    who = [number for number, those in enumerate(loads) if those]
-    evidence = f"before the first step the ranks' weights differ by up to {_gap_of(first, 'sample')} (values looked at)"
-    if 0 < len(who) < run.world:
+def alike(account: Account) -> dict[int, Sequence[bool]]:
+    """By optimizer which of its parameters are to be equal on all ranks: those of a DDP, and those whose gradients the
+    script reduces itself. Others may be each rank's own: parts of a model that is cut in pieces, players of their
+    own."""
+    return {one.step["optimizer"]: one.step["alike"] for one in intervals(account) if one.step["alike"] is not None}
+
+
+def _of_replicas(run: Run) -> Iterator[list[Interval]]:
+    """Steps with only those parameters that are to be equal on all ranks."""
+    known = [alike(account) for account in run.accounts]
+    for those in _steps(run):
+        masks = [own.get(one.step["optimizer"], ()) for own, one in zip(known, those, strict=True)]
+        if any(masks[0]) and all(mask == masks[0] for mask in masks):
+            yield [_with_only(one, masks[0]) for one in those]
+
+
+def _with_only(one: Interval, mask: Sequence[bool]) -> Interval:
+    facts = {
+        name: [value for value, to_be_equal in zip(one.step[name] or (), mask, strict=False) if to_be_equal]
+        for name in ("values", "grads", "sample", "grad_sample", "names")
+    }
+    return replace(one, step=replace(one.step, facts=one.step.facts | facts))
+
+
+def resume_on_one_rank(run: Run) -> Iterator[Finding]:
+    if (told := _starting_apart(run)) is not None and 0 < len(told.loaders) < run.world:
+        who = sorted(told.loaders)
         yield from found(
             "resume-on-one-rank",
-            loads[who[0]][0].place,
+            told.loaders[who[0]].place,
             f"only {ranks(who)} load{'s' if len(who) == 1 else ''} this state",
-            evidence,
+            told.evidence,
         )
-    else:
+
+
+def replicas_start_different(run: Run) -> Iterator[Finding]:
+    if (told := _starting_apart(run)) is not None and len(told.loaders) in (0, run.world):
+        made = run.accounts[0].first("optimizer") or told.first.step
         yield from found(
-            "replicas-start-different",
-            _made_at(run) or first[0].step.place,
-            "each rank begins with weights of its own",
-            evidence,
+            "replicas-start-different", made.place, "each rank begins with weights of its own", told.evidence
         )
 
 
-def _made_at(run: Run) -> Place | None:
-    made = run.accounts[0].first("optimizer")
-    return made.place if made is not None else None
+class _Apart(NamedTuple):
+    """Weights that are not equal before the first step, and by rank where it had loaded a state, if it had."""
+
+    first: Interval
+    loaders: dict[int, Record]
+    evidence: str
 
 
-def _diverged(run: Run) -> Iterator[Finding]:
+def _starting_apart(run: Run) -> _Apart | None:
+    first = next(_of_replicas(run), None)
+    if first is None or not _differ(first, "values") or not any(True for _ in run.all("init")):
+        return None
+    loads: dict[int, Record] = {}
+    for record in run.all("load-state"):
+        if record.at_s < first[0].step.at_s and record["whole"] is not False:
+            loads.setdefault(record.rank, record)
+    apart = _gap_of(first, "sample")
+    return _Apart(
+        first[0], loads, f"before the first step the ranks' weights differ by up to {apart} (values looked at)"
+    )
+
+
+def replicas_diverged(run: Run) -> Iterator[Finding]:
     previous: list[Interval] | None = None
-    for those in _steps(run):
+    for those in _of_replicas(run):
         if _differ(those, "values") and any(True for _ in run.all("init")):
             names = _names(run, those)
             cause = ""
@@ -330,11 +387,9 @@ def _diverged(run: Run) -> Iterator[Finding]:
 
 
 def _names(run: Run, those: Sequence[Interval]) -> str:
-    names: list[str] = []
-    for one in intervals(run.accounts[0]):
-        if one.step["names"] and one.step["optimizer"] == those[0].step["optimizer"]:
-            names = one.step["names"]
-            break
+    """Of the weights that differ, as far as they were told: at an optimizer's first step."""
+    same = (those_too[0].step for those_too in _of_replicas(run))
+    names: list[str] = next((step["names"] for step in same if step["optimizer"] == those[0].step["optimizer"]), [])
     values = [one.step["values"] for one in those]
     differing = [i for i, column in enumerate(zip(*values, strict=False)) if len(set(column)) > 1]
     shown = [names[i] for i in differing[:3] if i < len(names)]
@@ -342,17 +397,18 @@ def _names(run: Run, those: Sequence[Interval]) -> str:
 
 
 CHECKS = (
-    _bypassed,
-    _unsynced,
-    _no_sync_outside,
-    _twice,
-    _not_normalised,
-    _unequal_weights,
-    _clipped_early,
-    _scaler,
-    _gathered,
-    _changed_after_wrap,
-    _stale_parameters,
-    _start,
-    _diverged,
+    ddp_forward_bypassed,
+    unsynced_optimizer_step,
+    no_sync_forward_outside,
+    redundant_grad_allreduce,
+    accumulation_not_normalised,
+    unequal_weight_average,
+    clip_before_sync,
+    gradscaler_diverges,
+    gather_without_grad,
+    params_changed_after_wrap,
+    optimizer_stale_params,
+    resume_on_one_rank,
+    replicas_start_different,
+    replicas_diverged,
 )

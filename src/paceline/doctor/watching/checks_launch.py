@@ -11,7 +11,7 @@ from paceline.doctor.watching.records import Run
 __all__ = ["CHECKS"]
 
 
-def _rendezvous(run: Run) -> Iterator[Finding]:
+def rendezvous_overridden(run: Run) -> Iterator[Finding]:
     for account in run.accounts:
         init = account.first("init")
         if init is not None and init.over and not init.failed:
@@ -28,7 +28,7 @@ def _rendezvous(run: Run) -> Iterator[Finding]:
                 return
 
 
-def _world_size(run: Run) -> Iterator[Finding]:
+def world_size_mismatch(run: Run) -> Iterator[Finding]:
     for init in run.all("init"):
         if init["world_size"] not in (None, run.world):
             yield from found(
@@ -40,7 +40,7 @@ def _world_size(run: Run) -> Iterator[Finding]:
             return
 
 
-def _spawned(run: Run) -> Iterator[Finding]:
+def spawn_under_torchrun(run: Run) -> Iterator[Finding]:
     spawns = [record for record in run.all("spawn") if (record["count"] or 1) > 1]
     if spawns and run.world > 1:
         count_each = spawns[0]["count"]
@@ -53,7 +53,7 @@ def _spawned(run: Run) -> Iterator[Finding]:
         )
 
 
-def _destroyed(run: Run) -> Iterator[Finding]:
+def group_not_destroyed(run: Run) -> Iterator[Finding]:
     left = [end for end in run.all("end") if end["code"] == 0 and end["initialized"]]
     init = run.accounts[0].first("init")
     if left and init is not None:
@@ -65,13 +65,13 @@ def _destroyed(run: Run) -> Iterator[Finding]:
         )
 
 
-def _legacy(run: Run) -> Iterator[Finding]:
+def legacy_data_parallel(run: Run) -> Iterator[Finding]:
     for record in run.all("replicated"):
         yield from found("legacy-data-parallel", record.place, "the model is wrapped in nn.DataParallel")
         return
 
 
-def _alone(run: Run) -> Iterator[Finding]:
+def not_distributed(run: Run) -> Iterator[Finding]:
     steps = [account.first("step") for account in run.accounts]
     met = any(True for _ in run.all("init", "collective", "wrap", "spawn"))
     if run.world > 1 and all(step is not None for step in steps) and not met:
@@ -84,21 +84,31 @@ def _alone(run: Run) -> Iterator[Finding]:
         )
 
 
-def _devices(run: Run) -> Iterator[Finding]:
+def cuda_device_not_set(run: Run) -> Iterator[Finding]:
     """All ranks on the first GPU."""
     used = [list(account.of("device")) for account in run.accounts]
-    if run.world < 2 or not all(used) or any(r["how"] == "set_device" for those in used for r in those):
+    if run.world < 2 or not all(used) or any(r["key"] == "CUDA_VISIBLE_DEVICES" for r in run.all("env")):
         return
     chosen = [{r["index"] for r in those} for those in used]
-    visible = any(r["key"] == "CUDA_VISIBLE_DEVICES" for r in run.all("env"))
-    if not visible and all(own <= {None, 0} for own in chosen):
+    if all(own <= {None, 0} for own in chosen):
+        set_device = next((r for r in used[0] if r["how"] == "set_device"), None)
+        named = "cuda:0" if 0 in chosen[0] else "cuda, without a number"
         yield from found(
             "cuda-device-not-set",
-            used[0][0].place,
+            (set_device or used[0][0]).place,
             "every rank uses the first GPU",
-            f"{ranks(range(run.world))} ask for {'cuda:0' if 0 in chosen[0] else 'cuda, without a number'}, "
-            "and none calls torch.cuda.set_device",
+            f"{ranks(range(run.world))} choose device 0"
+            if set_device
+            else f"{ranks(range(run.world))} ask for {named}, and none chooses its own, as torch.cuda.set_device does",
         )
 
 
-CHECKS = (_rendezvous, _world_size, _spawned, _destroyed, _legacy, _alone, _devices)
+CHECKS = (
+    rendezvous_overridden,
+    world_size_mismatch,
+    spawn_under_torchrun,
+    group_not_destroyed,
+    legacy_data_parallel,
+    not_distributed,
+    cuda_device_not_set,
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.evidence import beside, count, found, intervals, ranks
@@ -26,7 +28,7 @@ def _graphs(run: Run, ddp: int) -> list[list[Record]]:
     return [list(those) for those in zip(*each, strict=False)]
 
 
-def _differ(run: Run) -> Iterator[Finding]:
+def model_differs_across_ranks(run: Run) -> Iterator[Finding]:
     for those in beside(run, "wrap"):
         models = [list(zip(r["names"] or (), map(tuple, r["shapes"] or ()), strict=False)) for r in those]
         if all(model == models[0] for model in models):
@@ -50,33 +52,51 @@ def _matters(run: Run, ddp: int) -> bool:
     return missed or run.stopped in ("hang", "failed") or len(forwards) == 1
 
 
-def _unused(run: Run) -> Iterator[Finding]:
+def _waiting_for_all(run: Run) -> Iterator[tuple[Record, list[list[Record]]]]:
+    """DDP models that want a gradient of each parameter, and their graphs."""
     for ddp, wrap in _wraps(run).items():
-        graphs = _graphs(run, ddp)
-        if not graphs or wrap["find_unused"] or wrap["static"] or not _matters(run, ddp):
-            continue
-        differing = next((those for those in graphs if len({tuple(r["unused"]) for r in those}) > 1), None)
-        if differing is not None:
+        if not wrap["find_unused"] and not wrap["static"] and _matters(run, ddp):
+            yield wrap, _graphs(run, ddp)
+
+
+def _apart(graphs: list[list[Record]]) -> list[Record] | None:
+    """The first graph that is not the same on all ranks."""
+    return next((those for those in graphs if len({tuple(r["unused"] or ()) for r in those}) > 1), None)
+
+
+def rank_dependent_graph(run: Run) -> Iterator[Finding]:
+    for _, graphs in _waiting_for_all(run):
+        if (those := _apart(graphs)) is not None:
             yield from found(
                 "rank-dependent-graph",
-                differing[0].place,
+                those[0].place,
                 "the ranks run different parts of the model",
-                " and ".join(f"rank {r.rank} leaves out {', '.join(r['unused'][:3]) or 'nothing'}" for r in differing),
+                " and ".join(f"rank {r.rank} leaves out {', '.join(r['unused'][:3]) or 'nothing'}" for r in those),
             )
-        elif (those := next((those for those in graphs if those[0]["unused"]), None)) is not None:
-            names = those[0]["unused"]
+
+
+def unused_parameters(run: Run) -> Iterator[Finding]:
+    for wrap, graphs in _waiting_for_all(run):
+        first = next((those[0] for those in graphs if those[0]["unused"]), None)
+        if first is not None and _apart(graphs) is None:
             yield from found(
                 "unused-parameters",
                 wrap.place,
-                f"{', '.join(names[:4])} take no part in the loss, and DDP waits for their gradients",
-                f"{count(len(names), 'parameter')} of {those[0]['total']} went unused in a forward of this run",
+                f"{', '.join(first['unused'][:4])} take no part in the loss, and DDP waits for their gradients",
+                f"{count(len(first['unused']), 'parameter')} of {first['total']} went unused in a forward of this run",
             )
 
 
-def _unneeded(run: Run) -> Iterator[Finding]:
+def find_unused_unneeded(run: Run) -> Iterator[Finding]:
+    """Of models whose forward takes one way only: a few steps tell nothing of a way that is taken now and then."""
     for ddp, wrap in _wraps(run).items():
         graphs = _graphs(run, ddp)
-        if wrap["find_unused"] and len(graphs) > 1 and not any(r["unused"] for those in graphs for r in those):
+        if (
+            wrap["find_unused"]
+            and len(graphs) > 1
+            and not any(r["unused"] for those in graphs for r in those)
+            and not any(_chooses(path, line) for path, line in wrap["forwards"] or ())
+        ):
             yield from found(
                 "find-unused-unneeded",
                 wrap.place,
@@ -85,7 +105,34 @@ def _unneeded(run: Run) -> Iterator[Finding]:
             )
 
 
-def _static(run: Run) -> Iterator[Finding]:
+def _chooses(path: str, line: int) -> bool:
+    """Whether the class whose ``forward`` begins at a line goes different ways in it, or in a method that it may call.
+
+    What is only asked for ``None`` is a part that is there or not, all the time.
+    """
+    try:
+        classes = [
+            n for n in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))) if isinstance(n, ast.ClassDef)
+        ]
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return True
+    around = [node for node in classes if node.lineno <= line <= (node.end_lineno or 0)]
+    methods = [method for node in around[-1:] for method in node.body if isinstance(method, ast.FunctionDef)]
+    return not methods or any(
+        _is_choice(node) for method in methods if method.name != "__init__" for node in ast.walk(method)
+    )
+
+
+def _is_choice(node: ast.AST) -> bool:
+    if isinstance(node, ast.If | ast.IfExp):
+        asked = node.test.ops if isinstance(node.test, ast.Compare) else []
+        return not all(isinstance(op, ast.Is | ast.IsNot) for op in asked) or not asked
+    if isinstance(node, ast.Subscript):  # self.experts[i]
+        return isinstance(node.value, ast.Attribute) and not isinstance(node.slice, ast.Constant)
+    return isinstance(node, ast.While | ast.Match | ast.Try | ast.Break | ast.Continue)
+
+
+def static_graph_changes(run: Run) -> Iterator[Finding]:
     for ddp, wrap in _wraps(run).items():
         graphs = _graphs(run, ddp)
         used = [tuple(those[0]["unused"]) for those in graphs]
@@ -100,7 +147,7 @@ def _static(run: Run) -> Iterator[Finding]:
             )
 
 
-def _checkpointed(run: Run) -> Iterator[Finding]:
+def reentrant_checkpoint(run: Run) -> Iterator[Finding]:
     records = [r for r in run.accounts[0].of("checkpointed") if r["ddp"] is not None]
     failed = next((r for r in run.all("error") if "ready only once" in r["text"] or "ready twice" in r["text"]), None)
     if records:
@@ -115,7 +162,7 @@ def _checkpointed(run: Run) -> Iterator[Finding]:
         )
 
 
-def _norms(run: Run) -> Iterator[Finding]:
+def batchnorm_unsynced(run: Run) -> Iterator[Finding]:
     for ddp, wrap in _wraps(run).items():
         forwards = [r for r in run.accounts[0].of("forward") if r["ddp"] == ddp and r["training"] and r["grad"]]
         batch = max((r["batch"] or 0 for r in forwards), default=0)
@@ -125,11 +172,11 @@ def _norms(run: Run) -> Iterator[Finding]:
                 wrap.place,
                 "batch norm's statistics come from one rank's samples",
                 f"{count(wrap['norms'], 'batch norm')}, over {batch} of {batch * run.world} samples on each rank",
-                severity="warning" if batch < _FEW else "advice",
+                severity=None if batch < _FEW else "advice",
             )
 
 
-def _overwritten(run: Run) -> Iterator[Finding]:
+def rank_local_buffer_overwritten(run: Run) -> Iterator[Finding]:
     wraps = _wraps(run)
     for record in run.all("overwritten"):
         if record.rank == 0 or record["ddp"] not in wraps:
@@ -144,7 +191,7 @@ def _overwritten(run: Run) -> Iterator[Finding]:
         return
 
 
-def _buffers(run: Run) -> Iterator[Finding]:
+def buffers_not_synced(run: Run) -> Iterator[Finding]:
     for wrap in _wraps(run).values():
         if wrap["broadcasts"] or not wrap["buffers"] or run.world < 2:
             continue
@@ -165,4 +212,14 @@ def _buffers(run: Run) -> Iterator[Finding]:
                 break
 
 
-CHECKS = (_differ, _unused, _unneeded, _static, _checkpointed, _norms, _overwritten, _buffers)
+CHECKS = (
+    model_differs_across_ranks,
+    rank_dependent_graph,
+    unused_parameters,
+    find_unused_unneeded,
+    static_graph_changes,
+    reentrant_checkpoint,
+    batchnorm_unsynced,
+    rank_local_buffer_overwritten,
+    buffers_not_synced,
+)

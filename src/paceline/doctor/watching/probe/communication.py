@@ -10,7 +10,7 @@ import torch
 
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
-from paceline.doctor.watching.probe.optimizers import gradients
+from paceline.doctor.watching.probe.optimizers import reduced
 
 __all__ = ["TABLE"]
 
@@ -35,6 +35,7 @@ _COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
+_REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "reduce"})
 _gathered: list[tuple[list[Any], int, Any]] = []
 
 
@@ -63,6 +64,7 @@ def _collective(call: Call) -> Generator[None, Any, None]:
     sent = call["tensor"] if op.startswith("all_gather") else None
     carries = isinstance(sent, torch.Tensor) and sent.requires_grad and torch.is_grad_enabled()
     places = call.recorder.places()
+    gradients = reduced(tensor) if tensor is not None and op in _REDUCTIONS else None
     number = call.recorder.tell(
         "collective",
         places=places,
@@ -70,7 +72,8 @@ def _collective(call: Call) -> Generator[None, Any, None]:
         ranks=dist.get_process_group_ranks(call["group"] or dist.group.WORLD),
         shape=list(tensor.shape) if tensor is not None else None,
         dtype=str(tensor.dtype) if tensor is not None else None,
-        grads=gradients().get(tensor.data_ptr()) if tensor is not None and op in ("all_reduce", "reduce") else None,
+        grads=gradients.of if gradients is not None else None,
+        copied=gradients is not None and gradients.copied,
         waits=not call["async_op"],
     )
     yield

@@ -58,7 +58,13 @@ class _Pass:
 def _subset_made(call: Call) -> Generator[None, Any, None]:
     yield
     indices = [int(index) for index in call.owner.indices]
-    call.recorder.tell("subset", size=len(indices), digest=digests.of_numbers(indices), indices=indices[:_INDICES])
+    call.recorder.tell(
+        "subset",
+        size=len(indices),
+        of=_length(call.owner.dataset),
+        digest=digests.of_numbers(indices),
+        indices=indices[:_INDICES],
+    )
 
 
 def _sampler_made(call: Call) -> Generator[None, Any, None]:
@@ -167,7 +173,7 @@ def _fetching(call: Call) -> Generator[None, Any, None]:
                 where="fetch",
                 generator=name,
                 state=before[name],
-                worker=info.id if info is not None else None,
+                seed=info.seed if info is not None else None,
                 fetch=_fetched,
             )
 

@@ -1,13 +1,14 @@
 """A script that names GPUs, in a run without: what it asks of them is done on the CPU.
 
 Only calls that could not succeed are changed: devices named ``cuda`` become ``cpu``, nccl becomes gloo, autocast and
-GradScaler work on the CPU, functions of ``torch.cuda`` answer for GPUs that are not there. `torch.cuda.is_available`
-says no as before, unless the script does nothing without a yes (``pretending``).
+GradScaler work on the CPU, functions of ``torch.cuda`` and ``torch.accelerator`` answer for GPUs that are not there.
+Whether there are any is answered with no, as before, unless the script does nothing without a yes (``pretending``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,38 +25,71 @@ _TOLD = 20
 
 def put_on_cpu(recorder: Recorder, *, local_rank: int, ranks: int, pretending: bool) -> None:
     """From now on, in this thread and those forked from it."""
-    told: list[object] = []
-
-    def tell(device: Any) -> None:
-        index = device if isinstance(device, int) else torch.device(device or "cuda").index
-        if len(told) < _TOLD:
-            told.append(index)
-            recorder.tell("device", index=index, how="to")
+    devices = _Devices(recorder, local_rank)
 
     class OnCpu(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is torch.Tensor.cuda:
-                tell(args[1] if len(args) > 1 else kwargs.get("device"))
+                devices.tell(args[1] if len(args) > 1 else kwargs.get("device"))
                 return args[0]
             if func is torch.Tensor.pin_memory:
                 return args[0]
+            if func is torch.Tensor.record_stream:
+                return None
             to = func is torch.Tensor.to
-            moved = tuple(_moved(arg, tell, named=to, numbered=to and i == 1) for i, arg in enumerate(args))
+            moved = tuple(_moved(arg, devices.tell, named=to, numbered=to and i == 1) for i, arg in enumerate(args))
             if "device" in kwargs:
-                kwargs = kwargs | {"device": _moved(kwargs["device"], tell, named=True, numbered=True)}
+                kwargs = kwargs | {"device": _moved(kwargs["device"], devices.tell, named=True, numbered=True)}
             return func(*moved, **kwargs)
 
     OnCpu().__enter__()  # type: ignore[no-untyped-call]
-    answers = _answers(recorder, local_rank, ranks)
-    if not pretending:
-        del answers["is_available"], answers["device_count"]
-    for name, answer in answers.items():
-        if hasattr(torch.cuda, name):
-            setattr(torch.cuda, name, answer)
+    for module, answers in _answers(devices, ranks).items():
+        for name, answer in answers.items():
+            if hasattr(module, name) and (pretending or name not in _WHETHER_THERE):
+                to_all = module is torch.cuda
+                setattr(module, name, answer if to_all else _to_users(recorder, getattr(module, name), answer))
     norm: Any = torch.nn.SyncBatchNorm
     norm.forward = torch.nn.BatchNorm1d.forward  # the same without the others' samples
     norm._check_input_dim = _constant(None)
+
+
+class _Devices:
+    """Which GPU is the current one, and which ones are named."""
+
+    def __init__(self, recorder: Recorder, local_rank: int) -> None:
+        self._recorder, self._told = recorder, 0
+        self._current, self._chosen = local_rank, False
+
+    def tell(self, device: Any, how: str = "to") -> None:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        if index is None and self._chosen:
+            index = self._current
+        self._told += 1
+        if self._told <= _TOLD:
+            self._recorder.tell("device", index=index, how=how)
+
+    def choose(self, device: Any) -> None:
+        """As ``set_device`` does."""
+        self._current, self._chosen = _index(device), True
+        self.tell(self._current, "set_device")
+
+    def current(self) -> int:
+        return self._current
+
+    @contextlib.contextmanager
+    def chosen(self, device: Any) -> Iterator[None]:
+        """As a context of a device does."""
+        before = self._current, self._chosen
+        self._current, self._chosen = _index(device), True
+        try:
+            yield
+        finally:
+            self._current, self._chosen = before
+
+
+def _index(device: Any) -> int:
+    return device if isinstance(device, int) else torch.device(device).index or 0
 
 
 def _moved(value: Any, tell: Callable[[Any], None], *, named: bool, numbered: bool) -> Any:
@@ -71,31 +105,48 @@ def _moved(value: Any, tell: Callable[[Any], None], *, named: bool, numbered: bo
     return torch.device("cpu")
 
 
-def _answers(recorder: Recorder, local_rank: int, ranks: int) -> dict[str, Callable[..., Any]]:
-    """What stands in for functions of ``torch.cuda``."""
-    current = [local_rank]
+_WHETHER_THERE = frozenset({"is_available", "device_count", "current_accelerator"})
 
-    def set_device(device: Any) -> None:
-        current[0] = device if isinstance(device, int) else torch.device(device).index or 0
-        recorder.tell("device", index=current[0], how="set_device")
 
+def _answers(devices: _Devices, ranks: int) -> dict[Any, dict[str, Callable[..., Any]]]:
+    """What stands in for functions of ``torch.cuda`` and ``torch.accelerator``."""
     properties = SimpleNamespace(name="CPU", total_memory=16 << 30, major=8, minor=0, multi_processor_count=1)
-    return {
+    both = {
         "is_available": _constant(True),
         "device_count": _constant(ranks),
-        "set_device": set_device,
-        "current_device": lambda: current[0],
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _constant(0)),
+        "max_memory_reserved": _constant(0),
+        **dict.fromkeys(("synchronize", "empty_cache"), _constant(None)),
+        **dict.fromkeys(("current_stream", "set_stream"), _Stream),
+    }
+    cuda = both | {
+        "set_device": devices.choose,
+        "current_device": devices.current,
+        "device": devices.chosen,
         "get_device_name": _constant("CPU"),
         "get_device_properties": _constant(properties),
         "get_device_capability": _constant((8, 0)),
         "is_bf16_supported": _constant(True),
         "mem_get_info": _constant((8 << 30, 16 << 30)),
         "memory_summary": _constant(""),
+        "utilization": _constant(0),
+        **dict.fromkeys(("reset_peak_memory_stats", "ipc_collect"), _constant(None)),
         "Event": _Event,
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _constant(0)),
-        **dict.fromkeys(("max_memory_reserved", "utilization"), _constant(0)),
-        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect"), _constant(None)),
+        **dict.fromkeys(("Stream", "default_stream"), _Stream),
+        "stream": contextlib.nullcontext,
     }
+    accelerator = both | {
+        **dict.fromkeys(("set_device_index", "set_device_idx"), devices.choose),
+        **dict.fromkeys(("current_device_index", "current_device_idx"), devices.current),
+        "device_index": devices.chosen,
+        "current_accelerator": _constant(torch.device("cuda")),
+    }
+    return {torch.cuda: cuda, torch.accelerator: accelerator}
+
+
+def _to_users(recorder: Recorder, function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Answers the user; torch, which asks for accelerators itself, is told the truth."""
+    return lambda *args, **kwargs: (answer if recorder.called_by_user() else function)(*args, **kwargs)
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -119,6 +170,21 @@ class _Event:
 
     def elapsed_time(self, _: _Event) -> float:
         return 0.0
+
+
+class _Stream(_Event):
+    """In place of torch.cuda.Stream, also as a context."""
+
+    wait_stream = wait_event = _Event.record
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to leave."""
 
 
 def _group_made(call: Call) -> Generator[None, Any, None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.probe.training import replicas
 
-__all__ = ["TABLE", "buffers", "gradients", "watch_steps"]
+__all__ = ["TABLE", "Reduced", "buffers", "reduced", "watch_steps"]
 
 _TOLD = 400
 """Of so many parameters the digests are told one by one; the rest counts in the whole's."""
@@ -22,22 +22,69 @@ _SAMPLED_PARAMETERS = 24
 _SAMPLED_VALUES = 8
 
 _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_names_told: dict[int, tuple[str, ...]] = {}
+_names_told: dict[int, tuple[tuple[str, ...], tuple[bool, ...]]] = {}
 _running: list[int] = []
+_reduced: set[int] = set()
+"""Ids of parameters whose gradients the script has reduced itself."""
 
 
-def gradients() -> dict[int, str]:
-    """By address the gradients that there are: ``ddp`` for those that a DDP reduces, else ``plain``."""
-    found: dict[int, str] = {}
-    for optimizer in list(_optimizers):
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
-                found[parameter.grad.data_ptr()] = "plain"
-    for model in replicas.models().values():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                found[parameter.grad.data_ptr()] = "ddp"
-    return found
+class Reduced(NamedTuple):
+    """What gradients a tensor is that is reduced.
+
+    Args:
+        of: ``ddp`` if a DDP reduces them too, else ``plain``.
+        copied: it holds their values, and is not a gradient itself.
+    """
+
+    of: str
+    copied: bool
+
+
+def reduced(tensor: Any) -> Reduced | None:
+    """What is known of a tensor that the script is about to reduce; ``None``: it holds no gradients."""
+    held = list(_with_gradients())
+    own = [p for p in held if p.grad.data_ptr() == tensor.data_ptr()]
+    found = own or _copied(tensor, held)
+    if not found:
+        return None
+    _reduced.update(id(p) for p in found)
+    ddp = replicas.names()
+    return Reduced("ddp" if any(id(p) in ddp for p in found) else "plain", not own)
+
+
+def _with_gradients() -> Iterator[Any]:
+    """All parameters with a gradient of optimizers and DDP models, in their order."""
+    seen: set[int] = set()
+    models = replicas.models().values()
+    for these in (*map(_parameters, list(_optimizers)), *(model.parameters() for model in models)):
+        for parameter in these:
+            if _dense(parameter.grad) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _copied(tensor: Any, held: Sequence[Any]) -> Sequence[Any]:
+    """The parameters whose gradients, one behind the other, make up a tensor: `flatten` or `clone` was called."""
+    if not tensor.is_floating_point() or tensor.device.type != "cpu":
+        return []
+    sizes = [parameter.grad.numel() for parameter in held]
+    for first in range(len(held)):
+        size, last = 0, first
+        while size < tensor.numel() and last < len(held):
+            size, last = size + sizes[last], last + 1
+        if size == tensor.numel() and _proportional(tensor, [p.grad for p in held[first:last]]):
+            return held[first:last]
+    return []
+
+
+def _proportional(tensor: Any, parts: Sequence[Any]) -> bool:
+    """Whether it is its parts but for a factor; of so few values that any could be, whether it is them."""
+    one = tensor.detach().reshape(-1).double()
+    other = torch.cat([part.detach().reshape(-1).double() for part in parts])
+    if one.numel() < 4:
+        return bool(torch.equal(one, other))
+    dot = float(one @ other)
+    return dot > 0 and dot * dot >= (1 - 1e-6) * float(one @ one) * float(other @ other)
 
 
 def watch_steps(recorder: Recorder) -> None:
@@ -65,8 +112,11 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
     known = replicas.names()
     names = tuple(known.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in enumerate(parameters))
     facts: dict[str, Any] = {}
-    if _names_told.get(own) != names:
-        _names_told[own] = names
+    alike = replicas.alike() | _reduced
+    equal = tuple(id(p) in alike for p in parameters[:_TOLD])
+    if _names_told.get(own) != (names, equal):
+        _names_told[own] = names, equal
+        facts["alike"] = equal
         facts["names"] = names[:_TOLD]
         facts["in_ddp"] = [id(p) in known for p in parameters[:_TOLD]]
         facts["shapes"] = [tuple(p.shape) for p in parameters[:_TOLD]]

@@ -37,6 +37,7 @@ class Replicas:
         self.calling: list[int] = []
         self.graphs: dict[int, int] = {}
         self.registered: dict[int, dict[str, int]] = {}
+        self.whole: set[int] = set()
         self.marks: dict[int, tuple[int, int]] = {}
         self.before: dict[str, Any] = {}
         self.pending: dict[int, str] = {}
@@ -46,6 +47,8 @@ class Replicas:
         self._wrapped[number] = weakref.ref(ddp.module)
         self._inner |= {id(module): number for module in ddp.module.modules()}
         self.registered[number] = {name: id(p) for name, p in ddp.module.named_parameters() if p.requires_grad}
+        if ddp.process_group.size() == sys.modules["torch.distributed"].get_world_size():
+            self.whole.add(number)
         return number
 
     def number(self, ddp: Any) -> int | None:
@@ -60,6 +63,11 @@ class Replicas:
         kept = {number: model for number, wrapped in self._wrapped.items() if (model := wrapped()) is not None}
         alive = {number: ddp.module for ddp, number in self._numbers.items()}
         return {number: model for number, model in kept.items() if self.holding(model) == number} | alive
+
+    def alike(self) -> set[int]:
+        """Ids of the parameters that are to be equal on all ranks. Local SGD lets them come apart for a while."""
+        local = {number for ddp, number in self._numbers.items() if any("LocalSGD" in str(h) for h in ddp._comm_hooks)}
+        return {id(p) for number, m in self.models().items() if number in self.whole - local for p in m.parameters()}
 
     def names(self) -> dict[int, str]:
         """By id of a parameter its name in a DDP's module."""
@@ -84,6 +92,7 @@ def _wrapped(call: Call) -> Generator[None, Any, None]:
         synced_norms=len(synced),
         ranks=dist.get_world_size(call["process_group"]) if dist.is_initialized() else None,
         find_unused=bool(call["find_unused_parameters"]),
+        forwards=_forwards(call.recorder, module),
         static=bool(call["static_graph"]),
     )
     yield
@@ -110,6 +119,7 @@ def _forward(call: Call) -> Generator[None, Any, None]:
         sync=bool(ddp.require_backward_grad_sync),
         communicates=communicates,
         batch=int(first.shape[0]) if first is not None and first.dim() else None,
+        input=_content(first),
     )
     noted = replicas.graphs[own] = replicas.graphs.get(own, 0) + 1
     looks = noted <= _GRAPHS and not torch.compiler.is_compiling()
@@ -132,6 +142,20 @@ def _forward(call: Call) -> Generator[None, Any, None]:
             call.recorder.tell("draw", where="forward", generator=name, state=state)
     if grad and (looks or ddp.find_unused_parameters or ddp.static_graph):
         _tell_graph(call.recorder, ddp, own, result)
+
+
+def _forwards(recorder: Recorder, module: Any) -> list[tuple[str, int]]:
+    """Where the parts of a model say how they go forward, as far as the user has written them."""
+    forwards = [type(part).forward for part in module.modules()]
+    codes = {forward.__code__ for forward in forwards if hasattr(forward, "__code__")}
+    written = [(recorder.users_path(code.co_filename), code.co_firstlineno) for code in codes]
+    return sorted((path, line) for path, line in written if path is not None)[:_NAMES]
+
+
+def _content(tensor: Any) -> str | None:
+    """A digest by which to tell batches apart."""
+    whole = tensor is not None and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return digests.of(tensor)[:12] if whole else None
 
 
 def _own_buffers(module: Any) -> Iterable[tuple[str, Any]]:
@@ -240,7 +264,7 @@ def _backward(call: Call) -> Generator[None, Any, None]:
         return
     models = replicas.models()
     before = {own: _marks(model) for own, model in models.items()}
-    number = call.recorder.tell("backward", roots=[_root(root) for root in roots[:4]])
+    number = call.recorder.tell("backward", roots=[_root(root) for root in roots[:4]], onto=_untouched(models))
     yield
     reached = {own: replicas.pending.get(own) for own, marks in before.items() if _marks(models[own]) != marks}
     for own in before:
@@ -250,6 +274,15 @@ def _backward(call: Call) -> Generator[None, Any, None]:
     }
     call.recorder.syncs += "synced" in reached.values()
     call.recorder.done(number, failed=call.error is not None, reached=list(reached.items()))
+
+
+def _untouched(models: dict[int, Any]) -> bool:
+    """Whether there are gradients of the last backward, neither zeroed nor scaled since: this one adds to them."""
+    return any(
+        p.grad is not None and replicas.marks.get(id(p)) == (id(p.grad), p.grad._version)
+        for model in models.values()
+        for p in model.parameters()
+    )
 
 
 def _marks(model: Any) -> list[tuple[int, int]]:
@@ -286,8 +319,8 @@ _PASSING = (
 def _divisor(node: Any, name: str) -> float | None:
     """How many samples a mean was taken over, or what was divided by."""
     value: Any = None
-    if name == "NllLossBackward0" or name == "NllLoss2DBackward0":
-        value = node._saved_total_weight if node._saved_reduction == 1 else None
+    if name in ("NllLossBackward0", "NllLoss2DBackward0"):  # where classes have weights, their sum is no count
+        value = node._saved_total_weight if node._saved_reduction == 1 and node._saved_weight is None else None
     elif name == "MeanBackward0":
         value = node._saved_self_sym_numel
     elif name in (
@@ -335,12 +368,23 @@ def _scheduler_stepped(call: Call) -> Generator[None, Any, None]:
 
 
 def _state_loaded(call: Call) -> Generator[None, Any, None]:
+    module = call.owner
+    given, own = list(call["state_dict"] or ()), [name for name, _ in module.named_parameters()]
+    lost = _prefixed(given) and bool(own) and not _prefixed(own)
     yield
-    if call.error is None:
-        module = call.owner
-        own = replicas.number(module)
-        own = replicas.holding(module) if own is None else own
-        call.recorder.tell("load-state", ddp=own, params=len(list(module.parameters())))
+    number = replicas.number(module)
+    call.recorder.tell(
+        "load-state",
+        ddp=replicas.holding(module) if number is None else number,
+        params=len(own),
+        lost=lost,
+        whole=call.error is None,
+    )
+
+
+def _prefixed(names: list[str]) -> bool:
+    """Whether they are of what a DDP wraps."""
+    return bool(names) and all(name.startswith("module.") for name in names)
 
 
 def _joined(call: Call) -> Generator[None, Any, None]:
