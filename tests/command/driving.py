@@ -36,6 +36,8 @@ __all__ = [
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 DEADLINE_S = 240.0
 """For one command: tens of times what it needs, so that only what hangs runs into it."""
+LOOK_S = 0.25
+"""How often it is seen which processes a command has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +101,38 @@ class Started:
             else:
                 assert words[0] == sys.executable
                 self.process = resident.start(words[1:], cwd, environ, self._out, self._err)
-        self._seen: set[psutil.Process] = {psutil.Process(self.process.pid)}
+        self._seen: dict[int, psutil.Process] = {self.process.pid: psutil.Process(self.process.pid)}
 
     def all_processes(self) -> set[psutil.Process]:
-        """The command's process and every one that it has started, as far as they have been seen."""
-        for process in list(self._seen):
-            try:
-                self._seen |= set(process.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
-        return self._seen
+        """The command's process and every one that it has started: of its session, or begun by one of them."""
+        found = {pid: (parent, session) for pid, parent, session in _processes()}
+        grew = True
+        while grew:
+            new = {
+                pid
+                for pid, (parent, session) in found.items()
+                if pid not in self._seen and (parent in self._seen or session == self.process.pid)
+            }
+            for pid in new:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._seen[pid] = psutil.Process(pid)
+            grew = bool(new & self._seen.keys())
+        return set(self._seen.values())
 
     def wait(self) -> Ended:
         """Until it ends, by the deadline, and everything it has started with it."""
+        look_s = 0.0
         while self.process.poll() is None:
-            self.all_processes()
-            if time.monotonic() - self._begun > DEADLINE_S:
+            now_s = time.monotonic()
+            if now_s > look_s + LOOK_S:
+                look_s = now_s
+                self.all_processes()
+            if now_s - self._begun > DEADLINE_S:
                 self.kill()
                 raise AssertionError(f"still running after {DEADLINE_S:.0f} s\n{self._texts()}")
-            time.sleep(0.05)
+            time.sleep(0.02)
         ended = time.time()
-        _, orphans = psutil.wait_procs(self._seen, timeout=30)
+        _, orphans = psutil.wait_procs(self.all_processes(), timeout=30)
         for orphan in orphans:
             orphan.kill()
         assert not orphans, f"left behind: {orphans}"
@@ -138,6 +151,15 @@ class Started:
 
     def _texts(self) -> tuple[str, str]:
         return self._out.read_text(), self._err.read_text()
+
+
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """Process id, parent and session of each, in one look: `psutil` reads as much for the children of one."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                fields = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
+                yield int(entry.name), int(fields[1]), int(fields[3])
 
 
 _resident: list[Resident] = []
