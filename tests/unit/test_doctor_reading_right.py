@@ -2074,7 +2074,7 @@ SPOILED: list[tuple[str, str, str, str]] = [
     ("contrastive", "if rank == 0 and step % 50", "if step % 50", "print-on-all-ranks"),
     ("contrastive", "    if local_rank == 0:\n        torchvision", "    if True:\n        torchvision", "download-on-all-ranks"),
     ("contrastive", "writer = SummaryWriter() if rank == 0 else None", "writer = SummaryWriter()", "tracker-on-all-ranks"),
-    ("contrastive", "100 * len(loader)", "100 * len(data) // 256", "schedule-length-mismatch"),
+    ("contrastive", "100 * len(loader)", "100 * len(data) // 256", ""),
     ("masked", "        loss /= accum_iter\n", "", "accumulation-not-normalised"),
     ("masked", "            dist.all_reduce(counts)\n            dist.all_reduce(total)\n", "", "rank-local-buffer-overwritten"),
     ("masked", "            if args.rank == 0:\n                torch.save", "            if args.gpu == 0:\n                torch.save", "save-on-local-rank0"),

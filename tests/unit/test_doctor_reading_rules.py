@@ -415,6 +415,7 @@ stop()
     "schedule-length-mismatch": {
         "whole dataset": job("""
     def run(self, epochs):
+        self.loader = tud.DataLoader(self.data, batch_size=32, sampler=self.sampler)
         steps = epochs * (len(self.data) // 32)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
         for epoch in range(epochs):

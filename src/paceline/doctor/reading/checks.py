@@ -1,31 +1,39 @@
-"""All rules that can be told from the source."""
+"""Judges a trace by all rules that can be told from the source.
+
+Each rule has one function that bears its name, marked `@rule_check("its-id")`, in ``checks_*`` by what it is about.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 from paceline.doctor.findings import Finding
-from paceline.doctor.reading import (
+from paceline.doctor.reading import (  # noqa: F401 - importing them registers their checks
     checks_buffers,
     checks_collectives,
+    checks_counts,
     checks_data,
     checks_files,
     checks_graph,
     checks_launch,
     checks_models,
+    checks_output,
     checks_steps,
 )
+from paceline.doctor.reading.evidence import RULE_CHECKS
 from paceline.doctor.reading.trace import Trace
 
-__all__ = ["CHECKS"]
+__all__ = ["judged"]
 
-CHECKS: tuple[Callable[[Trace], Iterator[Finding]], ...] = (
-    *checks_data.CHECKS,
-    *checks_steps.CHECKS,
-    *checks_models.CHECKS,
-    *checks_graph.CHECKS,
-    *checks_buffers.CHECKS,
-    *checks_collectives.CHECKS,
-    *checks_files.CHECKS,
-    *checks_launch.CHECKS,
-)
+
+def judged(trace: Trace) -> tuple[list[Finding], list[str]]:
+    """What all rules find, and a note for each that could not be judged."""
+    findings: list[Finding] = []
+    notes: list[str] = []
+    for rule, check in RULE_CHECKS.items():
+        try:
+            findings += check(trace)
+        except Exception as error:  # a mistake of ours in one rule is no reason to be silent on the others
+            notes.append(f"{rule} could not be judged ({type(error).__name__}: {error})")
+    return findings, notes
+
+
+CHECKS = tuple(RULE_CHECKS.values())

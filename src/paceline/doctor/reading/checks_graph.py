@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from paceline.doctor.findings import Finding
-from paceline.doctor.reading.evidence import found, inner_module, local, modules_in
+from paceline.doctor.reading.evidence import (
+    Found,
+    backwards_through,
+    inner_module,
+    local,
+    modules_in,
+    opposite,
+    rule_check,
+)
 from paceline.doctor.reading.objects import method_of
-from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, VARYING, Value, words
+from paceline.doctor.reading.trace import Condition, Event, Trace
+from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value, words
 
-__all__ = ["CHECKS"]
+__all__: list[str] = []
 
-WITH_PARAMETERS = words(
+_WITH_PARAMETERS = words(
     "Linear LazyLinear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d BatchNorm1d "
     "BatchNorm2d BatchNorm3d SyncBatchNorm LayerNorm GroupNorm RMSNorm Embedding EmbeddingBag LSTM GRU RNN LSTMCell "
     "GRUCell RNNCell Transformer TransformerEncoder TransformerDecoder TransformerEncoderLayer TransformerDecoderLayer "
@@ -20,12 +29,163 @@ WITH_PARAMETERS = words(
 )
 
 
-def _has_parameters(module: Value, depth: int = 8) -> bool:
-    if module.kind == "parameter":
-        return module.fields.get("requires_grad", Value()).only is not False
-    if module.name.removeprefix("torch.nn.") in WITH_PARAMETERS:
-        return True
-    return depth > 0 and any(_has_parameters(part, depth - 1) for part in modules_in(module, 2) if part is not module)
+# --- parts that take no part
+
+_Use = Literal["always", "sometimes", "in some copies", "never"]
+"""How forward uses a part: in each step, in some, in each but only in some of the modules that one line makes
+(``Block(down=i == 0) for i in range(3)``), or in none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """A field of a module in the wrapped model that forward does not always use."""
+
+    module: Value
+    name: str
+    use: _Use
+
+
+@rule_check("unused-parameters")
+def unused_parameters(trace: Trace) -> Iterator[Found]:
+    for wrap in _judgeable(trace):
+        if any(wrap.arguments.get(name, NONE).default not in (None, False) for name in _LENIENT):
+            continue
+        idle = next((idle for idle in _idle(trace, wrap) if idle.use in ("never", "in some copies")), None)
+        if idle is None:
+            yield from _left_out(trace, wrap)
+            continue
+        module, name = idle.module, idle.name
+        owner = module.fields["__class__"].name if "__class__" in module.fields else "the model"
+        some, seen = ("", "never") if idle.use == "never" else ("some ", "by some copies only")
+        yield Found(
+            wrap,
+            f"`self.{name}` of {some}{owner} takes no part in forward: DDP waits for gradients of its parameters",
+            evidence=f"made at line {module.fields[name].line or module.line}, {seen} read in forward",
+        )
+
+
+_LENIENT = ("find_unused_parameters", "static_graph")
+
+
+@rule_check("static-graph-changes")
+def static_graph_changes(trace: Trace) -> Iterator[Found]:
+    for wrap in _judgeable(trace):
+        if wrap.arguments.get("static_graph", NONE).only is not True or not _changes(trace, wrap):
+            continue
+        name = next((idle.name for idle in _idle(trace, wrap) if idle.use == "sometimes"), None)
+        if name is not None:
+            yield Found(wrap, f"`static_graph=True`, but `self.{name}` takes part in some steps only")
+
+
+@rule_check("find-unused-unneeded")
+def find_unused_unneeded(trace: Trace) -> Iterator[Found]:
+    for wrap in _judgeable(trace):
+        looks = wrap.arguments.get("find_unused_parameters", NONE).only is True
+        whole = not _may_skip(trace, wrap) and _all_known(inner_module(wrap)) and not trace.any("checkpoint")
+        if looks and whole and not _idle(trace, wrap):
+            yield Found(wrap, "`find_unused_parameters=True`, though each forward uses every parameter")
+
+
+def _judgeable(trace: Trace) -> Iterator[Event]:
+    """Wraps of models whose forward is called, and that are in the script's own hands."""
+    called = [event.subject for event in trace.of("forward")]
+    for wrap in trace.of("wrap"):
+        inner = inner_module(wrap)
+        if inner is not None and any(wrap.result is model for model in called) and "escaped" not in inner.labels:
+            yield wrap
+
+
+def _idle(trace: Trace, wrap: Event) -> list[_Idle]:
+    """What is judged is the part, by whatever name it is used: ``self.fc`` may be called as ``self.layers[0]``."""
+    uses = _uses(trace, wrap)
+    found: list[_Idle] = []
+    for module in list(modules_in(inner_module(wrap)))[:200]:
+        if module.kind != "module" or not _shows_its_reads(trace, module):
+            continue
+        for name, held in module.fields.items():
+            parts = [part for part in held.each() if part.kind in ("module", "parameter") and _has_parameters(part)]
+            if name == "__class__" or not parts or any(_frozen(trace, part, wrap) for part in parts):
+                continue
+            use = _most(_use_of(part, uses) for part in parts)
+            if use != "always":
+                found.append(_Idle(module, name, use))
+    return found
+
+
+def _shows_its_reads(trace: Trace, module: Value) -> bool:
+    """Whether it is known which of its fields forward looks at."""
+    own = bool(module.code) and method_of(module, "forward") is not None
+    holder = module.name in ("torch.nn.ModuleList", "torch.nn.ModuleDict") or "some" in module.labels
+    return id(module) in trace.reads and (own or (holder and not module.code))
+
+
+def _uses(trace: Trace, wrap: Event) -> dict[int, _Use]:
+    """By identity, the parts that forward calls, or else reads."""
+    calls: dict[int, list[tuple[Event, Event]]] = {}
+    for event, outer in _inside(trace, wrap):
+        calls.setdefault(id(event.subject), []).append((event, outer))
+    uses: dict[int, _Use] = {}
+    for module in modules_in(inner_module(wrap)):
+        for name, always in trace.reads.get(id(module), {}).items():
+            for part in module.fields[name].each() if name in module.fields else ():
+                use: _Use = "always" if always else "sometimes"
+                uses[id(part)] = _most((use, uses.get(id(part), "never")))
+    for part_id, those in calls.items():  # ``self.parts[which](x)``: called always, but read only sometimes
+        uses[part_id] = _least((_use_by(those), uses.get(part_id, "always")))
+    return uses
+
+
+def _use_by(calls: list[tuple[Event, Event]]) -> _Use:
+    """Of a part that is called, each time within a forward of the whole."""
+    own = [(event, event.under[len(outer.under) :]) for event, outer in calls]
+    if any(not conditions for _, conditions in own):
+        return "always"
+    single = [event for event, conditions in own if len(conditions) == 1]
+    if any(opposite(event, other) for event in single for other in single):
+        return "always"
+    return _most(
+        "in some copies" if all(_by_copy(c, event) for c in conditions) else "sometimes" for event, conditions in own
+    )
+
+
+def _by_copy(condition: Condition, event: Event) -> bool:
+    """Whether it was settled when the module was made, in a loop that is over, and not alike for all."""
+    known = condition.value.known
+    if known is None or known.loop is None or known.loop in [loop.number for loop in event.loops]:
+        return False
+    return len({bool(point) for point in known.points if point is not UNKNOWN}) > 1
+
+
+def _use_of(part: Value, uses: dict[int, _Use]) -> _Use:
+    """By what it holds, if nobody looks at it itself."""
+    if id(part) in uses:
+        return uses[id(part)]
+    inner = [uses.get(id(held), "never") for held in modules_in(part) if held is not part and _is_leaf(held)]
+    if _is_leaf(part) or not inner:
+        return "never"
+    return inner[0] if len(set(inner)) == 1 else "sometimes"
+
+
+_ORDER: Final[tuple[_Use, ...]] = ("always", "sometimes", "in some copies", "never")
+
+
+def _most(uses: Iterable[_Use]) -> _Use:
+    return min(uses, key=_ORDER.index)
+
+
+def _least(uses: Iterable[_Use]) -> _Use:
+    return max(uses, key=_ORDER.index)
+
+
+def _is_leaf(part: Value) -> bool:
+    """Whether it has parameters of its own."""
+    if part.kind == "parameter":
+        return part.fields.get("requires_grad", Value()).only is not False
+    return part.name.removeprefix("torch.nn.") in _WITH_PARAMETERS
+
+
+def _has_parameters(module: Value) -> bool:
+    return any(_is_leaf(part) for part in modules_in(module))
 
 
 def _frozen(trace: Trace, module: Value, wrap: Event) -> bool:
@@ -39,91 +199,18 @@ def _frozen(trace: Trace, module: Value, wrap: Event) -> bool:
     return False
 
 
-def _unread(trace: Trace, wrap: Event) -> Iterator[tuple[Value, str, bool]]:
-    """Of the script's own modules in a wrapped model: fields with parameters that a forward never, or not always,
-    looks at."""
-    called: dict[int, bool] = {}
-    for event, outer in _inside(trace, wrap):
-        always = len(event.under) <= len(outer.under)
-        called[id(event.subject)] = called.get(id(event.subject), False) or always
-    for module in list(modules_in(inner_module(wrap)))[:200]:
-        if module.kind != "module" or (
-            not module.code
-            and "some" not in module.labels
-            and module.name not in ("torch.nn.ModuleList", "torch.nn.ModuleDict")
-        ):
-            continue
-        reads = trace.reads.get(id(module))
-        if reads is None or (module.code and method_of(module, "forward") is None):
-            continue
-        for name, held in module.fields.items():
-            parts = [option for option in held.each() if option.kind in ("module", "parameter")]
-            if name == "__class__" or not any(_has_parameters(part) for part in parts):
-                continue
-            if any(_frozen(trace, part, wrap) for part in parts):
-                continue
-            calls = [called[id(part)] for part in parts if id(part) in called]
-            if not (reads.get(name, False) and (not calls or any(calls))):
-                yield module, name, name in reads
-
-
-def parameters_used(trace: Trace) -> Iterator[Finding]:
-    for wrap in trace.of("wrap"):
-        inner = inner_module(wrap)
-        called = any(e.subject is wrap.result for e in trace.of("forward"))
-        if inner is None or not called or "escaped" in inner.labels:
-            continue
-        finds, static = (wrap.arguments.get(name, NONE) for name in ("find_unused_parameters", "static_graph"))
-        unread = list(_unread(trace, wrap))
-        never = [(module, name) for module, name, sometimes in unread if not sometimes]
-        if never and finds.default in (None, False) and static.default in (None, False):
-            module, name = never[0]
-            yield found(
-                "unused-parameters",
-                wrap,
-                f"`self.{name}` of {module.fields['__class__'].name if '__class__' in module.fields else 'the model'} "
-                "has parameters and takes no part in forward: DDP waits for their gradients",
-                evidence=f"made at line {module.fields[name].line or module.line}, never read in forward",
-            )
-        elif finds.default in (None, False) and static.default in (None, False):
-            yield from _left_out(trace, wrap, inner)
-        if static.only is True and any(sometimes for _, _, sometimes in unread):
-            name = next(name for _, name, sometimes in unread if sometimes)
-            if _changes(trace, wrap):
-                yield found(
-                    "static-graph-changes",
-                    wrap,
-                    f"`static_graph=True`, but `self.{name}` takes part in some steps only",
-                )
-        if (
-            finds.only is True
-            and not unread
-            and not trace.any("checkpoint")
-            and _all_known(inner)
-            and not _may_skip(trace, wrap)
-        ):
-            yield found(
-                "find-unused-unneeded",
-                wrap,
-                "`find_unused_parameters=True`, though each forward uses every parameter",
-            )
-
-
-def _left_out(trace: Trace, wrap: Event, inner: Value) -> Iterator[Finding]:
+def _left_out(trace: Trace, wrap: Event) -> Iterator[Found]:
     """Parts whose output reaches no loss."""
-    forwards = {f"forward:{e.number}" for e in trace.of("forward") if e.subject is wrap.result and e.with_grad}
-    losses = [event.labels for event in trace.of("backward") if event.labels & forwards]
-    reached = {label for labels in losses for label in labels}
+    inner = inner_module(wrap)
+    losses = backwards_through(trace, wrap)
+    reached = {label for event in losses for label in event.labels}
     for event, outer in _inside(trace, wrap):
         direct = len(event.inside) == 2 and outer.with_grad and event.with_grad
-        held = next((name for name, part in inner.fields.items() if part is event.subject), None)
+        fields = inner.fields.items() if inner is not None else ()
+        held = next((name for name, part in fields if part is event.subject), None)
         left_out = f"part:{id(event.subject)}" not in reached and _has_parameters(event.subject)
         if losses and direct and held is not None and left_out and not _frozen(trace, event.subject, wrap):
-            yield found(
-                "unused-parameters",
-                event,
-                f"what `self.{held}` gives reaches no loss: DDP waits for gradients of its parameters",
-            )
+            yield Found(event, f"what `self.{held}` gives reaches no loss: DDP waits for gradients of its parameters")
             return
 
 
@@ -149,62 +236,71 @@ def _changes(trace: Trace, wrap: Event) -> bool:
 
 def _may_skip(trace: Trace, wrap: Event) -> bool:
     return any(
-        len(e.under) > len(outer.under) or not e.with_grad for e, outer in _inside(trace, wrap) if outer.with_grad
+        len(event.under) > len(outer.under) or not event.with_grad
+        for event, outer in _inside(trace, wrap)
+        if outer.with_grad
     )
 
 
-def _all_known(inner: Value) -> bool:
+def _all_known(inner: Value | None) -> bool:
     return all(
         part.kind in ("parameter", "buffer") or part.code is not None or part.name.startswith("torch.nn.")
         for part in modules_in(inner)
     )
 
 
-def rank_dependent_graph(trace: Trace) -> Iterator[Finding]:
+# --- parts that differ between ranks
+
+
+@rule_check("rank-dependent-graph")
+def rank_dependent_graph(trace: Trace) -> Iterator[Found]:
     for wrap in trace.of("wrap"):
         if wrap.arguments.get("find_unused_parameters", NONE).default is True:
             continue
         for event, _ in _inside(trace, wrap, "choose"):
             key = event.argument("key")
             if key is not None and key.varies and _has_parameters(event.subject):
-                yield found("rank-dependent-graph", event, "which part of the model runs is not the same on all ranks")
+                yield Found(event, "which part of the model runs is not the same on all ranks")
         done: set[int] = set()
         for event, outer in _inside(trace, wrap):
             for condition in event.under[len(outer.under) :]:
-                differs = "rank" in condition.value.labels or local(condition)
-                if differs and _has_parameters(event.subject) and condition.line not in done:
+                if _differs(condition) and _has_parameters(event.subject) and condition.line not in done:
                     done.add(condition.line)
-                    yield found(
-                        "rank-dependent-graph",
+                    yield Found(
                         event,
                         "whether this part of the model runs is not the same on all ranks",
                         evidence=f"{event.source} under the condition of line {condition.line}",
                     )
 
 
-def model_differs(trace: Trace) -> Iterator[Finding]:
-    parts = {id(part): wrap for wrap in trace.of("wrap") for part in modules_in(wrap.argument("module"))}
+def _differs(condition: Condition) -> bool:
+    return "rank" in condition.value.labels or local(condition)
+
+
+@rule_check("model-differs-across-ranks")
+def model_differs_across_ranks(trace: Trace) -> Iterator[Found]:
+    wrapped_parts = {id(part) for wrap in trace.of("wrap") for part in modules_in(wrap.argument("module"))}
     for event in trace.of("module"):
-        if id(event.result) not in parts:
+        if id(event.result) not in wrapped_parts:
             continue
-        sizes = [value for name, value in event.arguments.items() if name not in ("device", "dtype")]
-        if any(value.labels & VARYING for value in sizes) or event.on_some_ranks:
-            yield found("model-differs-across-ranks", event, "this layer's size or kind is not the same on all ranks")
+        if event.on_some_ranks or any(
+            _is_size(name, value) and value.varies for name, value in event.arguments.items()
+        ):
+            yield Found(event, "this layer's size or kind is not the same on all ranks")
             return
 
 
-def reentrant(trace: Trace) -> Iterator[Finding]:
-    static = any(wrap.arguments.get("static_graph", NONE).default is True for wrap in trace.of("wrap"))
-    if not trace.any("wrap") or static:
+def _is_size(name: str, value: Value) -> bool:
+    """Whether an argument may say how large a layer is; another module or its weights do not."""
+    return name not in ("device", "dtype") and value.kind not in ("module", "ddp", "parameter", "tensor", "function")
+
+
+@rule_check("reentrant-checkpoint")
+def reentrant_checkpoint(trace: Trace) -> Iterator[Found]:
+    wraps = list(trace.of("wrap"))
+    if not wraps or any(wrap.arguments.get("static_graph", NONE).default is True for wrap in wraps):
         return
-    done: set[int] = set()
     for event in trace.of("checkpoint"):
-        if event.arguments.get("use_reentrant", NONE).only is True and event.line not in done:
-            done.add(event.line)
-            yield found(
-                "reentrant-checkpoint", event, "reentrant checkpointing runs a backward of its own inside DDP's"
-            )
+        if event.arguments.get("use_reentrant", NONE).only is True:
+            yield Found(event, "reentrant checkpointing runs a backward of its own inside DDP's")
             return
-
-
-CHECKS = (parameters_used, rank_dependent_graph, model_differs, reentrant)

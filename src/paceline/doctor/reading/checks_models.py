@@ -5,44 +5,49 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from paceline.doctor.findings import Finding
 from paceline.doctor.reading.checks_steps import reduces_gradients
-from paceline.doctor.reading.evidence import found, inner_module, modules_in, wrapped
+from paceline.doctor.reading.evidence import (
+    Found,
+    backwards_through,
+    forwards,
+    inner_module,
+    is_weights,
+    may_follow,
+    modules_in,
+    rule_check,
+    wrapped,
+)
 from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, Value, words
+from paceline.doctor.reading.values import Value, words
 
-__all__ = ["CHECKS"]
-
-
-def _forwards(trace: Trace) -> dict[str, Event]:
-    return {f"forward:{event.number}": event for event in trace.of("forward")}
+__all__: list[str] = []
 
 
-def forward_bypassed(trace: Trace) -> Iterator[Finding]:
+@rule_check("ddp-forward-bypassed")
+def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
     inner = wrapped(trace)
-    if not inner or reduces_gradients(trace) or not any(e.role == "step" for e in trace.events):
+    if not inner or reduces_gradients(trace) or not trace.any("step"):
         return
     owned = {id(part): wrap for wrap in inner.values() for part in modules_in(inner_module(wrap))}
-    forwards = _forwards(trace)
+    calls = forwards(trace)
     done: set[tuple[str, int]] = set()
     for backward in trace.of("backward"):
-        for label in sorted(backward.labels):
-            event = forwards.get(label)
-            if event is None or not event.with_grad:
-                continue
+        for label in sorted(backward.labels & calls.keys()):
+            event = calls[label]
             wrap = owned.get(id(event.subject))
-            if event.subject.kind == "module" and wrap is not None and wrap.number < event.number:
-                from_outside = _called_from_outside(event, owned)
-                place = (from_outside.path, from_outside.line)
-                if place in done:
-                    continue
-                done.add(place)
-                yield found(
-                    "ddp-forward-bypassed",
-                    from_outside,
-                    "this forward goes around the DDP wrapper, so the gradients of its backward are not reduced",
-                    evidence=f"{from_outside.source}; backward at line {backward.line}",
-                )
+            around = event.subject.kind == "module" and wrap is not None and wrap.number < event.number
+            if not around or not event.with_grad:
+                continue
+            from_outside = _called_from_outside(event, owned)
+            place = (from_outside.path, from_outside.line)
+            if place in done:
+                continue
+            done.add(place)
+            yield Found(
+                from_outside,
+                "this forward goes around the DDP wrapper, so the gradients of its backward are not reduced",
+                evidence=f"{from_outside.source}; backward at line {backward.line}",
+            )
 
 
 def _called_from_outside(event: Event, parts: Container[int]) -> Event:
@@ -53,8 +58,9 @@ def _called_from_outside(event: Event, parts: Container[int]) -> Event:
     return event
 
 
-def replicas_start_different(trace: Trace) -> Iterator[Finding]:
-    if not reduces_gradients(trace):
+@rule_check("replicas-start-different")
+def replicas_start_different(trace: Trace) -> Iterator[Found]:
+    if not reduces_gradients(trace) or any(name.rpartition(".")[2] in _WEIGHTS_AS_ONE for name in trace.names):
         return
     inner = wrapped(trace)
     for event in trace.of("optimizer"):
@@ -62,60 +68,81 @@ def replicas_start_different(trace: Trace) -> Iterator[Finding]:
         owner = params.fields.get("owner") if params is not None else None
         if owner is None or owner.kind != "module" or id(owner) in inner:
             continue
-        drawn = [
-            module
-            for module in modules_in(owner)
-            if "rng" in module.labels or any("rng" in held.labels for held in module.fields.values())
-        ]
-        sent = [
-            e
-            for e in trace.of("collective")
-            if e.name.endswith("broadcast")
-            and (tensor := e.argument("tensor")) is not None
-            and (tensor.kind == "parameter" or "owner" in tensor.fields)
-        ]
-        first = next(trace.of("backward"), None)
-        early = [e for e in sent if first is None or e.number < first.number]
-        if drawn and not early and not any(load.subject is owner for load in trace.of("load_state")):
-            yield found(
-                "replicas-start-different",
+        loaded = any(load.subject is owner for load in trace.of("load_state"))
+        if _drawn_apart(owner) and not loaded and not _broadcast_before_training(trace):
+            yield Found(
                 event,
                 "each rank draws its first weights from a differently seeded generator, and nothing makes them equal",
                 line=owner.line or event.line,
             )
 
 
-def changed_after_wrap(trace: Trace) -> Iterator[Finding]:
+_WEIGHTS_AS_ONE = words("parameters_to_vector vector_to_parameters _flatten_dense_tensors _broadcast_coalesced")
+"""With these weights are sent as one tensor, of which it cannot be read what it is made of."""
+
+
+def _drawn_apart(model: Value) -> bool:
+    drawn = {"rng", "drawn"}
+    return any(
+        drawn & module.labels or any(drawn & held.labels for held in module.fields.values())
+        for module in modules_in(model)
+    )
+
+
+def _broadcast_before_training(trace: Trace) -> bool:
+    first = min((event.number for event in trace.of("backward")), default=0)
+    return any(
+        event.name.endswith("broadcast") and is_weights(event.argument("tensor"))
+        for event in trace.of("collective")
+        if not first or event.number < first
+    )
+
+
+@rule_check("params-changed-after-wrap")
+def params_changed_after_wrap(trace: Trace) -> Iterator[Found]:
+    changes = list(trace.of("store", "freeze"))
+    toggled = {value.only for event in changes if event.loops and (value := _switch(event)) is not None}
+    taken_in_turns = {True, False} <= toggled  # GANs: frozen and trained again within each step
     for wrap in trace.of("wrap"):
         parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
-        toggles = {
-            value.only
-            for event in trace.of("store", "freeze")
-            if (value := event.argument("value", "requires_grad")) is not None and event.loops
-        }
-        for event in trace.of("store", "freeze"):
-            if event.number < wrap.number or _wrapped_again(trace, wrap, event):
-                continue
-            value = event.argument("value", "module", "param", "requires_grad") or NONE
+        trained = backwards_through(trace, wrap)
+        for event in changes:
             owner = event.subject.fields.get("owner", event.subject)
-            if id(owner) not in parts and id(event.subject) not in parts:
+            if event.number < wrap.number or not {id(owner), id(event.subject)} & parts:
                 continue
-            replaced = event.role == "store" and value.of_kind("module", "parameter") is not None
-            froze = event.name in ("requires_grad", "requires_grad_") and not {True, False} <= toggles
-            if replaced or froze:
-                what = "which parameters are trained" if froze else "the model's parameters"
-                yield found(
-                    "params-changed-after-wrap",
-                    event,
-                    f"this changes {what} after DDP took its list of them at line {wrap.line}",
-                )
+            if _wrapped_again(trace, wrap, event) or not any(may_follow(event, backward) for backward in trained):
+                continue
+            switches = _switch(event) is not None and not taken_in_turns and not _is_teacher(event, wrap)
+            if switches or _replaces(event):
+                what = "which parameters are trained" if switches else "the model's parameters"
+                yield Found(event, f"this changes {what} after DDP took its list of them at line {wrap.line}")
+
+
+def _switch(event: Event) -> Value | None:
+    """What an event sets ``requires_grad`` to; ``None``: it does no such thing."""
+    if event.name not in ("requires_grad", "requires_grad_"):
+        return None
+    return event.argument("value", "requires_grad") or Value()
+
+
+def _replaces(event: Event) -> bool:
+    value = event.argument("value", "module", "param")
+    return event.role == "store" and value is not None and value.of_kind("module", "parameter") is not None
+
+
+def _is_teacher(event: Event, wrap: Event) -> bool:
+    """Whether it freezes all of the wrapped model, whatever comes: nothing of it is trained."""
+    value, owner = _switch(event), event.subject.fields.get("owner", event.subject)
+    whole = owner is wrap.result or owner is inner_module(wrap)
+    return whole and value is not None and value.only is False and len(event.under) <= len(wrap.under)
 
 
 def _wrapped_again(trace: Trace, wrap: Event, event: Event) -> bool:
     return any(other.number > event.number and other is not wrap for other in trace.of("wrap"))
 
 
-def stale_parameters(trace: Trace) -> Iterator[Finding]:
+@rule_check("optimizer-stale-params")
+def optimizer_stale_params(trace: Trace) -> Iterator[Found]:
     optimizers = list(trace.of("optimizer"))
     for event in optimizers:
         params = event.argument("params")
@@ -123,85 +150,78 @@ def stale_parameters(trace: Trace) -> Iterator[Finding]:
         held = owner.of_kind("module", "ddp") if owner is not None else None
         if held is None or "escaped" in held.labels:
             continue
-        inner = held.fields.get("module", held) if held.kind == "ddp" else held
-        parts = {id(part) for part in modules_in(inner)} | {id(held)}
-        again = [other for other in optimizers if other.number > event.number]
+        model = held.fields.get("module", held) if held.kind == "ddp" else held
+        parts = {id(part) for part in modules_in(model)} | {id(held)}
+        steps = [step for step in trace.of("step") if event.result in (step.subject, *step.arguments.values())]
         for store in trace.of("store"):
-            value = store.argument("value", "module", "param")
-            changes = value is not None and value.of_kind("module", "parameter") is not None
-            if store.number > event.number and id(store.subject) in parts and changes and not again:
-                yield found(
-                    "optimizer-stale-params",
-                    store,
-                    f"the optimizer of line {event.line} holds the parameters that were there before",
-                )
-        trained = [f for label, f in _forwards(trace).items() if any(label in b.labels for b in trace.of("backward"))]
-        used = {id(part) for f in trained for part in modules_in(f.subject)}
-        twins = [f for f in trained if _twin(f.subject, inner) and f.number > event.number]
-        stepped = any(event.result in (step.subject, *step.arguments.values()) for step in trace.of("step"))
-        if trained and twins and stepped and not used & parts:
-            yield found(
-                "optimizer-stale-params",
+            made_anew = any(other.number > store.number for other in optimizers)
+            later = store.number > event.number and any(may_follow(store, step) for step in steps)
+            if id(store.subject) in parts and _replaces(store) and later and not made_anew:
+                yield Found(store, f"the optimizer of line {event.line} holds the parameters that were there before")
+        trained = [f for label, f in forwards(trace).items() if any(label in b.labels for b in trace.of("backward"))]
+        twins = [f for f in trained if _is_twin(f.subject, model) and f.number > event.number]
+        in_use = {id(part) for f in trained for part in modules_in(f.subject)} & parts
+        if twins and steps and not in_use:
+            yield Found(
                 event,
                 f"the model that is trained at line {twins[0].line} is another object than the one whose parameters "
                 "this optimizer holds",
             )
 
 
-def _twin(subject: Value, other: Value) -> bool:
+def _is_twin(subject: Value, other: Value) -> bool:
+    """Whether it is another model of the same class."""
     module = subject.fields.get("module", subject) if subject.kind == "ddp" else subject
     same_class = module.code is not None and module.code is other.code
     return module is not other and (same_class or (bool(module.name) and module.name == other.name))
 
 
-_LAUNCHERS = words("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers")
-
-
-def not_distributed(trace: Trace) -> Iterator[Finding]:
+@rule_check("not-distributed")
+def not_distributed(trace: Trace) -> Iterator[Found]:
     steps = list(trace.of("step"))
-    if steps and trace.any("backward") and not trace.any("init", "wrap", "spawn", "process", "legacy"):
-        known = any(name.startswith("torch.distributed") or name.split(".")[0] in _LAUNCHERS for name in trace.names)
-        if not known and not trace.variables & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
-            yield found(
-                "not-distributed",
+    if not steps or not trace.any("backward") or trace.any("wrap", "legacy"):
+        return
+    if not trace.any("init"):
+        if not trace.any("spawn", "process") and not _knows_of_ranks(trace):
+            yield Found(
                 steps[0],
                 "started as several ranks, each would train a model of its own: no process group is ever set up",
                 severity="advice",
                 confidence="possible",
             )
-    if not trace.any("init") or not steps or not trace.any("backward") or trace.any("wrap", "legacy", "comm_hook"):
-        return
-    others = ("fsdp", "fully_shard", "deepspeed", "horovod", "accelerate", "lightning", "ShardedDataParallel", "tensor")
-    if any(other in name.split(".") or other in name for name in trace.names for other in others[:-1]):
-        return
-    if reduces_gradients(trace) or any(
-        value.kind in ("parameter", "state_dict", "unknown", "tensor")
-        and ("owner" in value.fields or value.kind == "parameter")
-        for event in trace.of("collective")
-        for value in event.arguments.values()
-    ):
-        return
-    models = [e.subject for e in trace.of("forward") if not e.inside and e.with_grad]
-    if not models or any("escaped" in model.labels for model in models) or any(m.kind != "module" for m in models):
-        return
-    trained = {label for event in trace.of("backward") for label in event.labels}
-    if trained & {f"forward:{event.number}" for event in trace.of("forward")} and not _shares(trace):
-        yield found(
-            "not-distributed",
+    elif _trains_its_own(trace) and not _exchanges_weights(trace):
+        yield Found(
             steps[0],
             "the process group is set up, but nothing reduces gradients: each rank trains a model of its own",
         )
 
 
-def _shares(trace: Trace) -> bool:
-    """Whether anything made of gradients or parameters is reduced."""
-    return any("graph" in event.labels for event in trace.of("collective"))
-
-
-CHECKS = (
-    forward_bypassed,
-    replicas_start_different,
-    changed_after_wrap,
-    stale_parameters,
-    not_distributed,
+_LAUNCHERS = words("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers")
+_SHARDERS = words(
+    "fsdp fully_shard deepspeed horovod accelerate lightning ShardedDataParallel torch.distributed.tensor"
 )
+"""In the name of whatever trains over several ranks without DDP."""
+
+
+def _knows_of_ranks(trace: Trace) -> bool:
+    known = any(name.startswith("torch.distributed") or name.split(".")[0] in _LAUNCHERS for name in trace.names)
+    return known or bool(trace.variables & {"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+
+
+def _trains_its_own(trace: Trace) -> bool:
+    """Whether what is trained are models of the script, called as they are."""
+    calls = forwards(trace)
+    models = [event.subject for event in calls.values() if not event.inside and event.with_grad]
+    if not models or any(model.kind != "module" or "escaped" in model.labels for model in models):
+        return False
+    return any(event.labels & calls.keys() for event in trace.of("backward"))
+
+
+def _exchanges_weights(trace: Trace) -> bool:
+    """Whether anything made of gradients, parameters or activations is sent, or something else may do so."""
+    if trace.any("comm_hook") or reduces_gradients(trace):
+        return True
+    if any(sharder in name for name in trace.names for sharder in _SHARDERS):
+        return True
+    sent = [value for event in trace.of("collective") for value in event.arguments.values()]
+    return any(is_weights(value) or "graph" in value.labels for value in sent)

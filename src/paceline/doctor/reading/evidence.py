@@ -1,21 +1,34 @@
-"""Questions that several rules ask of a trace, and how a finding is made of an event."""
+"""How a rule is checked, how a check tells what it has found, and questions that several of them ask of a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Final
 
 from paceline.doctor.findings import Confidence, Finding
 from paceline.doctor.reading.objects import loaders_in
 from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
-from paceline.doctor.reading.values import Value
+from paceline.doctor.reading.values import NONE, RANKS, Value
 from paceline.doctor.rules import Severity
 
 __all__ = [
+    "RULE_CHECKS",
+    "Check",
+    "Found",
     "Step",
-    "found",
+    "backwards_through",
+    "forwards",
     "inner_module",
+    "is_distributed_sampler",
+    "is_weights",
     "local",
+    "may_follow",
     "modules_in",
+    "on_all_ranks",
+    "opposite",
+    "rule_check",
     "samplers_of",
     "synchronising",
     "trained_loaders",
@@ -23,27 +36,62 @@ __all__ = [
 ]
 
 
-def found(
-    rule: str,
-    event: Event,
-    message: str,
-    *,
-    evidence: str | None = None,
-    severity: Severity | None = None,
-    confidence: Confidence = "likely",
-    line: int | None = None,
-    fix: str | None = None,
-) -> Finding:
-    return Finding(
-        id=rule,
-        path=event.path,
-        line=line or event.line,
-        message=message,
-        evidence=event.source if evidence is None else evidence,
-        severity=severity,
-        confidence=confidence,
-        fix=fix,
-    )
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a check has found: an event, and what is wrong with it.
+
+    Args:
+        evidence: what says so; ``None``: the event's source. The others are as in `Finding`.
+    """
+
+    event: Event
+    message: str
+    _: KW_ONLY
+    evidence: str | None = None
+    severity: Severity | None = None
+    confidence: Confidence = "likely"
+    line: int | None = None
+    fix: str | None = None
+
+    def told(self, rule: str) -> Finding:
+        """As a finding of that rule."""
+        return Finding(
+            id=rule,
+            path=self.event.path,
+            line=self.line or self.event.line,
+            message=self.message,
+            evidence=self.event.source if self.evidence is None else self.evidence,
+            severity=self.severity,
+            confidence=self.confidence,
+            fix=self.fix,
+        )
+
+
+Check = Callable[[Trace], Iterator[Finding]]
+RULE_CHECKS: Final[dict[str, Check]] = {}
+"""By id of the rule: what looks for it in a trace."""
+
+
+def rule_check(rule: str) -> Callable[[Callable[[Trace], Iterable[Found]]], Check]:
+    """Makes a function the one that looks for a rule; it bears the rule's name."""
+
+    def register(check: Callable[[Trace], Iterable[Found]]) -> Check:
+        @functools.wraps(check)
+        def findings(trace: Trace) -> Iterator[Finding]:
+            return (found.told(rule) for found in check(trace))
+
+        RULE_CHECKS[rule] = findings
+        return findings
+
+    return register
+
+
+# --- who comes to an event, and when
+
+
+def on_all_ranks(event: Event) -> bool:
+    """Whether every rank comes to it, and nothing that depends on the rank decides that."""
+    return event.everywhere and len(event.ranks) == RANKS
 
 
 def local(condition: Condition) -> bool:
@@ -53,19 +101,35 @@ def local(condition: Condition) -> bool:
     return not by_number and bool(value.labels & {"data", "rng", "clock"} or (value.varies and "eval" in value.labels))
 
 
-def modules_in(value: Value | None, depth: int = 12) -> Iterator[Value]:
-    """A module and all that it holds, as far as that is known."""
-    if value is None or depth == 0:
-        return
-    for option in value.each():
-        if option.kind in ("module", "ddp", "parameter", "buffer"):
-            yield option
-        for name, held in option.fields.items():
-            if name not in ("__class__", "owner") and option.kind in ("module", "ddp"):
-                yield from modules_in(held, depth - 1)
-        if option.items is not None:
-            for item in option.items:
-                yield from modules_in(item, depth - 1)
+def opposite(event: Event, other: Event) -> bool:
+    """Whether one happens where the other does not: they stand in different arms of a choice."""
+    return any(
+        one.value is another.value and one.holds is not another.holds for one in event.under for another in other.under
+    )
+
+
+def may_follow(event: Event, later: Event) -> bool:
+    """Whether the second can happen after the first: it stands below it, or in the same loop."""
+    return later.number > event.number or any(loop.repeats and loop in event.loops for loop in later.loops)
+
+
+def synchronising(trace: Trace) -> list[Event]:
+    """Events at which ranks wait for each other, or after which they must be equal."""
+    exchanged = trace.any("wrap", "collective")
+    return [
+        event
+        for event in trace.of("collective", "backward", "step", "forward")
+        if event.role == "collective"
+        or (event.role == "forward" and event.subject.of_kind("ddp") is not None)
+        or (event.role in ("backward", "step") and exchanged)
+    ]
+
+
+# --- loaders and samplers
+
+
+def is_distributed_sampler(value: Value) -> bool:
+    return value.kind == "sampler" and value.name == "torch.utils.data.DistributedSampler"
 
 
 def samplers_of(value: Value | None) -> Iterator[Value]:
@@ -80,36 +144,77 @@ def samplers_of(value: Value | None) -> Iterator[Value]:
 
 def trained_loaders(trace: Trace) -> list[tuple[Value, Event]]:
     """Each loader that is trained on, with the event that starts going through it."""
-    looped = {id(loader) for event in trace.of("backward") for loop in event.loops for loader in loaders_in(loop.over)}
-    by_hand = any(event.name == "iterate" for event in trace.of("iterate")) and trace.any("backward")
+    backwards = list(trace.of("backward"))
+    looped = {id(loader) for event in backwards for loop in event.loops for loader in loaders_in(loop.over)}
     pairs: list[tuple[Value, Event]] = []
     for event in trace.of("iterate"):
-        started = getattr(event.node, "func", None) is not None  # `iter(loader)`
-        if id(event.subject) in looped or (started and by_hand):
+        by_hand = getattr(event.node, "func", None) is not None  # `iter(loader)`
+        if id(event.subject) in looped or (backwards and by_hand) or _feeds(event, backwards):
             pairs.append((event.subject, event))
     return pairs
 
 
+def _feeds(event: Event, backwards: list[Event]) -> bool:
+    """Whether an endless loop goes through the loader, of which a loop with a backward takes one batch at a time."""
+    if not event.loops or not event.with_grad:
+        return False
+    *outer, innermost = event.loops
+    endless = innermost.is_while and innermost.over.only in (True, 1)
+    inside = any(innermost in backward.loops for backward in backwards)
+    return endless and not inside and any(loop in backward.loops for loop in outer for backward in backwards)
+
+
+# --- models
+
+
+def modules_in(value: Value | None) -> Iterator[Value]:
+    """A module and all that it holds, as far as that is known: modules, parameters and buffers, each once."""
+    seen: set[int] = set()
+    left = [value] if value is not None else []
+    while left:
+        held = left.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        inner: list[Value] = []
+        for option in held.each():
+            if option is not held:
+                inner.append(option)
+                continue
+            if option.kind in ("module", "ddp", "parameter", "buffer"):
+                yield option
+            if option.kind in ("module", "ddp"):
+                inner += [part for name, part in option.fields.items() if name not in ("__class__", "owner")]
+            inner += option.items or ()
+        left += reversed(inner)
+
+
+def inner_module(wrap: Event) -> Value | None:
+    """The module that a `wrap` event wraps, if that is one thing."""
+    module = wrap.argument("module")
+    return module.of_kind("module") if module is not None else None
+
+
 def wrapped(trace: Trace) -> dict[int, Event]:
     """By identity, each module that DDP wraps, and where."""
-    return {
-        id(option): event
-        for event in trace.of("wrap")
-        if "module" in event.arguments
-        for option in event.arguments["module"].each()
-    }
+    return {id(option): wrap for wrap in trace.of("wrap") for option in wrap.arguments.get("module", NONE).each()}
 
 
-def synchronising(trace: Trace) -> list[Event]:
-    """Events at which ranks wait for each other, or after which they must be equal."""
-    manual = any(event.role == "collective" for event in trace.events)
-    return [
-        event
-        for event in trace.of("collective", "backward", "step", "forward")
-        if event.role == "collective"
-        or (event.role == "forward" and event.subject.of_kind("ddp") is not None)
-        or (event.role in ("backward", "step") and (trace.any("wrap") or manual))
-    ]
+def is_weights(value: Value | None) -> bool:
+    """Whether it is a parameter, or made of a model's parameters or state."""
+    return value is not None and (value.kind == "parameter" or "owner" in value.fields)
+
+
+def forwards(trace: Trace) -> dict[str, Event]:
+    """By the label that its result carries, each call of a model."""
+    return {f"forward:{event.number}": event for event in trace.of("forward")}
+
+
+def backwards_through(trace: Trace, wrap: Event) -> list[Event]:
+    """The backwards that reach a wrapped model, through the wrapper or around it."""
+    parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
+    labels = {label for label, event in forwards(trace).items() if id(event.subject) in parts}
+    return [event for event in trace.of("backward") if event.labels & labels]
 
 
 class Step:
@@ -152,9 +257,3 @@ class Step:
             elif context.options[0 if point else 1].name == "no_sync":
                 return True
         return state
-
-
-def inner_module(event: Event) -> Value | None:
-    """The module that a `wrap` event wraps, if that is one thing."""
-    module = event.argument("module")
-    return module.of_kind("module") if module is not None else None

@@ -1,0 +1,57 @@
+"""Rules about what is shown: metrics, prints, experiment trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.doctor.reading.evidence import Found, on_all_ranks, rule_check
+from paceline.doctor.reading.trace import Event, Trace
+from paceline.doctor.reading.values import Value
+
+__all__: list[str] = []
+
+
+@rule_check("metric-not-reduced")
+def metric_not_reduced(trace: Trace) -> Iterator[Found]:
+    seen: set[int] = set()
+    for event in trace.of("print", "log") if trace.distributed else ():
+        batchwise = any("shard" in loop.over.labels or loop.over.of_kind("loader", "enumerate") for loop in event.loops)
+        if batchwise or event.everywhere or event.line in seen:
+            continue
+        if any(map(_is_of_one_shard, event.arguments.values())):
+            seen.add(event.line)
+            yield Found(event, "what is reported here was measured on one rank's samples only")
+
+
+def _is_of_one_shard(value: Value) -> bool:
+    return {"eval", "shard"} <= value.labels and "graph" not in value.labels and value.kind != "batch"
+
+
+@rule_check("print-on-all-ranks")
+def print_on_all_ranks(trace: Trace) -> Iterator[Found]:
+    if not trace.distributed or not trace.any("backward") or trace.any("stdout"):
+        return
+    training = {loop.number for event in trace.of("backward", "step") for loop in event.loops}
+    ending = {id(condition.value) for event in trace.of("exit") for condition in event.under[-1:]}
+    seen: set[int] = set()
+    for event in trace.of("print"):
+        exceptional = any("exception" in c.value.labels or id(c.value) in ending for c in event.under)
+        if not on_all_ranks(event) or exceptional or _says_which_rank(event) or event.line in seen:
+            continue
+        each_time = any(loop.number in training for loop in event.loops)
+        measured = any(value.labels & {"graph", "eval"} for value in event.arguments.values())
+        if "file" not in event.arguments and (each_time or measured):
+            seen.add(event.line)
+            yield Found(event, "every rank prints this", severity=None if each_time else "advice")
+
+
+def _says_which_rank(event: Event) -> bool:
+    return any("rank" in value.labels and value.kind == "scalar" for value in event.arguments.values())
+
+
+@rule_check("tracker-on-all-ranks")
+def tracker_on_all_ranks(trace: Trace) -> Iterator[Found]:
+    for event in trace.of("tracker") if trace.distributed else ():
+        told = any(value.labels & {"rank", "local_rank"} for value in event.arguments.values())
+        if on_all_ranks(event) and not told:
+            yield Found(event, "every rank starts a tracker run of its own")
