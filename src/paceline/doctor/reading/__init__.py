@@ -4,15 +4,17 @@
 `values.Value` in place of whatever the script would compute. It leaves a `trace.Trace`: what the script does, in order,
 with the loops and conditions around it. The rules are small functions over that trace, in ``checks_*``.
 
-The reader is one class in layers, each a file of its own that knows only those below it: `machine` (memory, conditions,
-trace), `arithmetic`, `expressions`, `objects`, `builtin` (Python), `effects` (torch), `surroundings` (command line,
-environment, processes), `calls`, `assignments`, `definitions`, `statements`. What torch's names mean stands in the
-tables of `knowledge`.
+What becomes of labels is said in two files of pure functions: `values` (in whatever is made of a value) and `meaning`
+(in a calculation, whoever writes it). What torch's names mean stands in the tables of `knowledge`. The reader is one
+class in layers, each a file of its own that knows only those below it: `machine` (memory, conditions, trace),
+`arithmetic`, `expressions`, `objects`, `builtin` (Python), `effects` (torch), `surroundings` (command line,
+environment, processes), `calls`, `assignments`, `definitions`, `statements`.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.reading.checks import CHECKS
+from paceline.doctor.reading.checks import judged
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.statements import Reader
 from paceline.errors import UsageError
@@ -28,6 +30,8 @@ from paceline.errors import UsageError
 __all__ = ["Read", "read"]
 
 RECURSION: Final = 12_000
+ASKING_S: Final = 20.0
+"""For all rules together; the largest public scripts take a tenth of a second."""
 CANNOT: Final = "holds something that the reader cannot follow"
 
 
@@ -69,7 +73,9 @@ def read(script: Path) -> Read:
             notes.append(f"{script}: {CANNOT} ({type(error).__name__}: {error}); read in part")
         if reader.steps_left <= 0:
             notes.append(f"{script}: too long to follow everywhere; read in part")
-        findings = [finding for check in CHECKS for finding in check(reader.trace)]
+        reader.trace.until_s = time.monotonic() + ASKING_S
+        findings, unjudged = judged(reader.trace)
+        notes += unjudged
     once = {(finding.id, finding.path, finding.line): finding for finding in reversed(findings)}
     return Read(findings=tuple(reversed(once.values())), notes=tuple(notes), looked=True)
 

@@ -9,44 +9,24 @@ from typing import Any
 
 from paceline.doctor.reading.knowledge import LAUNCHED
 from paceline.doctor.reading.machine import Machine
-from paceline.doctor.reading.trace import Condition
+from paceline.doctor.reading.meaning import calculated, named
+from paceline.doctor.reading.trace import MAX_NESTED, Condition
 from paceline.doctor.reading.values import (
     RANKS,
+    STEPS,
     UNKNOWN,
+    VARYING,
     Known,
     Value,
     combined,
+    constant,
     joined,
     labels_of,
     picked,
+    tested,
 )
 
-__all__ = ["Arithmetic"]
-
-
-def _times(a: Any, b: Any) -> Any:
-    if isinstance(a, str | tuple) or isinstance(b, str | tuple):
-        return UNKNOWN
-    return a * b
-
-
-def _power(a: Any, b: Any) -> Any:
-    return a**b if abs(a) < 1 << 16 and 0 <= b < 32 else UNKNOWN
-
-
-def _modulo(a: Any, b: Any) -> Any:
-    return UNKNOWN if isinstance(a, str) else a % b
-
-
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: _times,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: _modulo,
-    ast.Pow: _power,
-}
+__all__ = ["Arithmetic", "opposite", "whether_none"]
 
 
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -70,44 +50,20 @@ class Arithmetic(Machine):
         return self.binary(self.evaluate(node.left), node.op, self.evaluate(node.right), node)
 
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
-        function = _BINARY.get(type(op))
-        known = combined(function, left.known, right.known) if function else None
-        labels = labels_of((left, right))
-        if isinstance(op, ast.Sub) and known is None and "rank" in left.labels & right.labels:
-            labels -= {"rank", "local_rank", "global_rank"}  # seed + rank - rank
-        if isinstance(op, ast.Add) and left.items is not None and right.items is not None:
-            return Value(left.kind, labels, items=[*left.items, *right.items], length=_sum(left.length, right.length))
-        if isinstance(op, ast.Add) and left.kind in ("parameters", "buffers"):
-            return left
-        if isinstance(op, ast.Mult) and left.items is not None:
-            return Value(left.kind, labels, items=left.items, length=combined(operator.mul, left.length, right.known))
-        if isinstance(op, ast.Div) and isinstance(left.default, str):
-            return Value("scalar", labels, known=known)
-        if isinstance(op, ast.Div | ast.FloorDiv):
-            labels |= {"divided"} if "graph" in left.labels else frozenset()
-            labels = _scaled(labels, left, right, "divided-by-world")
-            if "reduced" in right.labels:
-                labels |= {"over-global-count"}
-            counted = "count" in right.labels and right.varies and "reduced" not in right.labels
-            if counted and {"sum", "graph"} <= left.labels:
-                labels |= {"own-mean"}
-        elif isinstance(op, ast.Mult):
-            for one, other in ((left, right), (right, left)):
-                labels = _scaled(labels, one, other, "times-world")
-                if "graph" in one.labels and "graph" not in other.labels:
-                    labels |= {"divided"}
-        elif isinstance(op, ast.Mod):
-            labels |= {"modulo-devices"} if "devices" in right.labels else frozenset()
-            counts = "counter" in left.labels or (left.known is not None and left.known.loop is not None)
-            labels |= {"every-nth"} if counts else frozenset()
-        kinds = {left.kind, right.kind}
-        kind = "tensor" if kinds & {"tensor", "grad", "parameter", "buffer", "batch"} else "unknown"
-        if isinstance(op, ast.Div) and "path" in (left.kind, right.kind):
-            kind = "path"
-        value = Value("scalar" if known else kind, labels, known=known, line=getattr(node, "lineno", 0))
-        if kind == "tensor":
-            value.length = left.length if left.kind == "tensor" else right.length
-        return value
+        calculation = named(type(op).__name__)
+        assert calculation is not None
+        return calculated(calculation, left, right, getattr(node, "lineno", 0))
+
+    def changed_in_place(self, value: Value, made: Value, node: ast.AST) -> None:
+        """``x /= n``, ``x.div_(n)``: the object itself is now what was made of it."""
+        added = made.labels | self.implied()
+        if value.kind == "buffer":
+            given = Value(labels=added - value.labels)
+            self.event("buffer", node, name=value.name, subject=value, arguments={"value": given})
+        elif value.kind == "grad":
+            self.event("grad", node, subject=value, arguments={"value": made})
+        else:
+            value.labels = (value.labels | added) - _undone(value.labels, made.labels)
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
         inner = self.evaluate(node.operand)
@@ -116,7 +72,7 @@ class Arithmetic(Machine):
             known = combined(operator.not_, inner.known)
             if known is None and None not in truths:
                 known = Known(tuple(not truth for truth in truths))
-            return Value("scalar" if known else "unknown", inner.labels, "not", known, items=[inner])
+            return Value("scalar" if known else "unknown", tested((inner,)), "not", known, items=[inner])
         if isinstance(node.op, ast.USub):
             known = combined(operator.neg, inner.known)
             return Value("scalar" if known else inner.kind, inner.labels, known=known)
@@ -159,12 +115,15 @@ class Arithmetic(Machine):
         return Value("scalar" if known else "unknown", labels_of(results), "and", known, items=results)
 
     def _compared(self, op: ast.cmpop, left: Value, right: Value) -> Value:
-        labels = labels_of((left, right)) - {"graph"}
+        if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and (left.is_none or right.is_none):
+            is_none = whether_none(right if left.is_none else left)
+            return is_none if isinstance(op, ast.Is | ast.Eq) else opposite(is_none)
+        labels = tested((left, right))
+        if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and {left.kind, right.kind} <= {"api", "class"}:
+            return constant(_is_same_class(left, right) is isinstance(op, ast.Is | ast.Eq))
         known = combined(_COMPARED[type(op)], left.known, right.known)
         if known is None and isinstance(op, ast.In | ast.NotIn):
             known = self._contained(op, left, right)
-        if known is None and isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq):
-            known = _identity(op, left, right)
         if known is None and (_is_rank(left) or _is_rank(right)):
             # Which rank cannot be told, but that it is not all of them.
             others = isinstance(op, ast.NotEq | ast.Gt | ast.IsNot | ast.NotIn)
@@ -181,6 +140,8 @@ class Arithmetic(Machine):
             inside = True if key in LAUNCHED else False if key.startswith(("SLURM_", "OMPI_", "PMI_")) else None
         elif right.kind == "dict" and isinstance(key, str) and right.fields and "open" not in right.labels:
             inside = key in right.fields
+        elif left.kind in ("api", "class") and right.items and all(i.kind in ("api", "class") for i in right.items):
+            inside = any(_is_same_class(left, item) for item in right.items)
         elif right.items is not None and left.known is not None and all(item.known for item in right.items):
             return combined(
                 lambda a, *rest: (a in rest) is isinstance(op, ast.In), left.known, *(i.known for i in right.items)
@@ -202,18 +163,18 @@ class Arithmetic(Machine):
         return picked(test, found[0], found[1])
 
 
-def _scaled(labels: frozenset[str], value: Value, factor: Value, label: str) -> frozenset[str]:
-    is_size = factor.name == "world size"
-    return labels | {label} if is_size and "graph" in value.labels else labels
+def _undone(before: frozenset[str], after: frozenset[str]) -> frozenset[str]:
+    """What a loss was scaled by, and is no more."""
+    return (before - after) & {"times-world", "divided-by-world"}
 
 
-def _sum(left: Known | None, right: Known | None) -> Known | None:
-    return combined(operator.add, left, right)
+def _is_same_class(one: Value, other: Value) -> bool:
+    return one.code is other.code if one.code is not None or other.code is not None else one.name == other.name
 
 
 def _is_rank(value: Value) -> bool:
     """Whether it is made of ranks and sizes only, and not known exactly: ``args.rank % ngpus``."""
-    alone = value.labels <= {
+    alone = labels_of((value,)) <= {
         "rank",
         "local_rank",
         "global_rank",
@@ -226,15 +187,35 @@ def _is_rank(value: Value) -> bool:
     return "rank" in value.labels and value.kind in ("unknown", "scalar") and alone
 
 
-def _identity(op: ast.cmpop, left: Value, right: Value) -> Known | None:
-    """``x is None`` of something that is surely not, or that may be either."""
-    value, other = (left, right) if right.is_none else (right, left)
-    if not other.is_none:
-        return None
+def opposite(truth: Value) -> Value:
+    known = combined(operator.not_, truth.known)
+    return Value("scalar" if known else "unknown", truth.labels, "not", known, items=[truth])
+
+
+def whether_none(value: Value, depth: int = MAX_NESTED) -> Value:
+    """``value is None``: for what was chosen by a test, that test says it, and not what there was to choose from."""
+    if value.known is not None and (value.kind == "scalar" or value.is_none):
+        known = combined(lambda point: point is None, value.known)
+        return Value("scalar" if known else "unknown", tested((value,)), known=known)
+    test = value.fields.get("test")
+    if test is not None and depth and {"if", "else"} <= value.fields.keys():
+        sides = [whether_none(value.fields[side], depth - 1) for side in ("if", "else")]
+        truths = [side.decided() for side in sides]
+        match truths:
+            case [True, False]:
+                return Value(test.kind, tested((test,)), test.name, test.known, items=test.items)
+            case [False, True]:
+                return opposite(test)
+            case [True, True] | [False, False]:
+                return sides[0]
+        return Value("unknown", tested([test, *sides]))
+    if test is not None:
+        return Value("unknown", tested((test,)))
     if value.options:
-        return None
-    certain = value.kind not in ("unknown", "scalar", "either") or (value.kind == "scalar" and value.known is not None)
-    return Known((isinstance(op, ast.IsNot | ast.NotEq),)) if certain and not value.is_none else None
+        return Value("unknown", tested((value,)) - VARYING)
+    if value.kind not in ("unknown", "scalar"):
+        return Value("scalar", known=Known((False,)))
+    return Value("unknown", tested((value,)))
 
 
 def _folded(known: list[Known | None], decided: list[bool | None], is_and: bool) -> Known | None:
@@ -245,7 +226,7 @@ def _folded(known: list[Known | None], decided: list[bool | None], is_and: bool)
     loops = {k.loop for k in filled if k.loop is not None}
     if len(loops) > 1:
         return None
-    steps = range(48) if loops else range(1)
+    steps = range(STEPS) if loops else range(1)
     points = tuple(_decide((k.at(rank, step) for k in filled), is_and) for rank in range(RANKS) for step in steps)
     if all(point is UNKNOWN for point in points):
         return None

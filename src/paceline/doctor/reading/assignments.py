@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from paceline.doctor.reading.calls import Calls
-from paceline.doctor.reading.values import Value, labels_of
+from paceline.doctor.reading.values import Value, bounded, detached, labels_of
 
 __all__ = ["Assignments"]
 
@@ -24,21 +24,15 @@ class Assignments(Calls):
 
     def _do_augassign(self, node: ast.AugAssign) -> None:
         old, value = self.evaluate(node.target), self.evaluate(node.value)
-        if old.kind in ("tensor", "buffer", "grad") or (old.items is not None and isinstance(node.op, ast.Add)):
-            added = labels_of((value,)) | self.implied()
-            if old.kind == "buffer":
-                self.event("buffer", node, name=old.name, subject=old, arguments={"value": Value(labels=added)})
-                return
-            if old.kind == "grad":
-                self.event("grad", node, subject=old, arguments={"value": value})
-                return
-            made = self.binary(old, node.op, value, node)
-            old.labels |= added | (made.labels & {"divided", "times-world", "divided-by-world", "over-global-count"})
-            if old.items is not None:
-                old.items, old.length = made.items, made.length if not self.loops else None
-                old.labels |= {"some"} if self.loops else set()
-            return
         made = self.binary(old, node.op, value, node)
+        if old.kind in ("tensor", "buffer", "grad"):
+            self.changed_in_place(old, made, node)
+            return
+        if old.items is not None and isinstance(node.op, ast.Add):
+            old.labels |= labels_of((value,)) | self.implied() | (made.labels & {"some"})
+            old.items, old.length = made.items, made.length if not self.loops else None
+            old.labels |= {"some"} if self.loops else set()
+            return
         if isinstance(node.target, ast.Attribute) and not self.constructing:
             made.known, made.labels = None, made.labels | {"counter"}  # another value the next time
         self.assign(node.target, made)
@@ -83,7 +77,7 @@ class Assignments(Calls):
     def _set_attribute(self, owner: Value, name: str, value: Value, node: ast.AST) -> None:
         if owner.kind in ("api", "python_module"):
             if owner.kind == "api":
-                self.overrides[f"{owner.name}.{name}"] = value
+                self._override(f"{owner.name}.{name}", value, node)
             else:
                 self.write(owner.code.names, name, value)
             return
@@ -99,6 +93,12 @@ class Assignments(Calls):
             self.event("grad", node, subject=Value("grad", fields={"of": owner}), arguments={"value": value})
         self.write(owner.fields, name, value)
 
+    def _override(self, name: str, value: Value, node: ast.AST) -> None:
+        """A name of a library that the script sets to something of its own."""
+        if name in ("sys.stdout", "builtins.print"):
+            self.event("stdout", node, name=name, arguments={"value": value})
+        self.write(self.overrides, name, value)
+
     def _set_item(self, owner: Value, key: Value, value: Value, node: ast.AST) -> None:
         if owner.name == "os.environ":
             self.event("environment", node, name=str(key.only), arguments={"value": value})
@@ -110,13 +110,13 @@ class Assignments(Calls):
                 self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})
                 self.write(option.fields, str(key.default), value)
             else:
-                option.labels |= (labels_of((value, key)) | self.implied()) - {"graph"}
+                option.labels |= detached(labels_of((value, key))) | self.implied()
                 if "gathered" in option.labels and "rank" in key.labels:
                     for part in (option, *(option.items or ())):
                         part.labels -= {"gathered"}
                 if option.items is not None and option.kind != "tensor":
                     self.write(option.fields, "*", value)
-                    option.items = [*option.items, value]
+                    option.items, _ = bounded([*option.items, value])
                     option.labels |= {"some"}
 
     def _do_global(self, node: ast.Global) -> None:

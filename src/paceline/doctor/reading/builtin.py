@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import os.path
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from paceline.doctor.reading.machine import Class
+from paceline.doctor.reading.meaning import calculated, named
 from paceline.doctor.reading.objects import Objects, bound, method_of
 from paceline.doctor.reading.values import (
+    FACTORS,
     NONE,
     UNKNOWN,
     VARYING,
@@ -18,8 +22,11 @@ from paceline.doctor.reading.values import (
     Value,
     combined,
     constant,
+    detached,
     joined,
     labels_of,
+    part_labels,
+    tested,
     words,
 )
 
@@ -39,11 +46,22 @@ _FOLDED: Final[dict[str, Callable[..., Any]]] = {
     "divmod": divmod,
     "len": lambda text: len(text) if isinstance(text, str) else UNKNOWN,
     "operator.not_": operator.not_,
+    "os.path.join": os.path.join,
+    "os.path.dirname": os.path.dirname,
+    "os.path.basename": os.path.basename,
+    "os.path.abspath": os.path.abspath,
+    "os.path.realpath": os.path.abspath,
+    "os.path.normpath": os.path.normpath,
+    "pathlib.Path": os.path.join,
+    "pathlib.PurePath": os.path.join,
 }
+_OPERATORS: Final = frozenset(f"operator.{name}" for name in dir(operator)) | {"math.fmod", "math.pow"}
 _PER_PROCESS: Final = words(
     "time.time time.perf_counter time.monotonic os.getpid datetime.datetime.now uuid.uuid4 socket.gethostname "
     "tempfile.mkdtemp tempfile.TemporaryDirectory tempfile.NamedTemporaryFile tempfile.mkstemp time.strftime"
 )
+_DEVICES: Final = words("npu xpu mps hpu mlu musa xla hip")
+"""Parts of torch that not every build has."""
 _LISTING: Final = words("os.listdir os.scandir glob.glob glob.iglob os.walk")
 _CORES: Final = words("os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count")
 
@@ -54,10 +72,12 @@ class Builtins(Objects):
     def builtin(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value | None:
         """``None``: it is no such call."""
         short = "range" if name.endswith(".trange") else name.removeprefix("builtins.")
-        labels = labels_of([*arguments, *keywords.values()]) - {"graph"}
+        labels = detached(labels_of([*arguments, *keywords.values()]))
         first = arguments[0] if arguments else None
         if name in _PER_PROCESS:
             return Value("unknown", labels | {"clock"})
+        if name == "os.getcwd":
+            return Value("path", known=Known((str(Path.cwd()),)))
         if name in _CORES:
             return Value("unknown", frozenset({"cores"}))
         if name in _LISTING:
@@ -66,11 +86,14 @@ class Builtins(Objects):
             return Value("dict", frozenset({"open"}) if "**" in keywords else frozenset(), fields=dict(keywords))
         if first is None:
             return self._without_arguments(short)
+        if (calculation := named(short.rpartition(".")[2])) is not None and len(arguments) == 2 and short in _OPERATORS:
+            return calculated(calculation, first, arguments[1])
         if short in _FOLDED and short != "len" and not keywords:
             known = combined(_FOLDED[short], *(a.known for a in arguments))
-            if known is None and short in ("int", "float", "bool", "str", "max", "min"):
-                return Value("unknown", labels, first.name)
-            return Value("scalar" if known else "unknown", labels, first.name if len(arguments) == 1 else "", known)
+            kind = "path" if short.startswith(("os.path.", "pathlib.")) else "scalar" if known else "unknown"
+            labels |= first.labels & FACTORS
+            alone = len(arguments) == 1 or (known is None and short in ("max", "min"))
+            return Value(kind, labels, first.name if alone and kind != "path" else "", known)
         method = getattr(self, f"_builtin_{short.replace('.', '_')}", None)
         return method(arguments, keywords, node) if method is not None else None
 
@@ -118,9 +141,14 @@ class Builtins(Objects):
     def _builtin_sorted(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return _freshened(arguments[0], remove={"listing", "hash-order"})
 
-    def _builtin_set(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+    def _builtin_reversed(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = _freshened(arguments[0], remove=set())
-        return Value("set", value.labels | {"hash-order"}, items=value.items)
+        value.items = value.items[::-1] if value.items is not None else None
+        return value
+
+    def _builtin_set(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        value = _freshened(arguments[0], remove={"listing", "hash-order", "shuffled"})
+        return Value("set", value.labels, items=value.items)
 
     _builtin_frozenset = _builtin_set
 
@@ -142,12 +170,14 @@ class Builtins(Objects):
             return self.call(bound(method, value), [], {}, node)
         return value
 
-    _builtin_reversed = _builtin_iter
-
     def _builtin_next(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         value = arguments[0]
-        if value.of_kind("parameters") is not None or value.kind != "instance":
-            return self.element(value, node)
+        if value.kind != "instance":
+            mark = len(self.trace.events)
+            element = self.element(value, node)
+            for event in self.trace.events[mark:]:  # of a generator of the script's that goes through a loader
+                event.name = "drawn" if event.role == "iterate" else event.name
+            return element
         return self.call_method(value, "__next__", [], {}, node)
 
     def _builtin_map(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
@@ -162,6 +192,16 @@ class Builtins(Objects):
         inner = self.element(arguments[0], node)
         return Value("tensor" if inner.kind == "tensor" else "unknown", labels_of((inner, arguments[0])) | {"sum"})
 
+    def _builtin_type(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+        value = arguments[0]
+        if value.options:
+            return Value()
+        if value.kind == "ddp":
+            return Value("api", name="torch.nn.parallel.DistributedDataParallel")
+        cls = value.fields.get("__class__")
+        known = value.kind == "module" and value.name.startswith("torch.nn.")
+        return cls if cls is not None else Value("api", name=value.name) if known else Value()
+
     def _builtin_isinstance(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = arguments[0]
         name = arguments[1].name if len(arguments) > 1 else ""
@@ -174,6 +214,8 @@ class Builtins(Objects):
 
     def _builtin_hasattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
+        if value.kind == "api" and value.name.split(".")[0] == "torch" and isinstance(name, str):
+            return constant(True) if name not in _DEVICES else Value()
         if name == "module" and value.kind in ("ddp", "module") and "module" not in value.fields:
             return constant(value.kind == "ddp")
         if name == "module" and value.kind == "ddp":
@@ -192,7 +234,7 @@ class Builtins(Objects):
             return self.attribute(value, name, node)
         for field in value.fields:
             self.on_read(value, field, sure=False)
-        return Value(labels=value.labels, kind="unknown")
+        return Value(labels=part_labels(value))
 
     def _builtin_setattr(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         if len(arguments) == 3 and isinstance(name := arguments[1].only, str):
@@ -200,14 +242,16 @@ class Builtins(Objects):
         return NONE
 
     def _builtin_vars(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
-        return Value("dict", arguments[0].labels | {"open"}, fields=arguments[0].fields)
+        value = arguments[0]
+        return Value("dict", part_labels(value) | {"open"}, fields=value.fields)
 
     def _builtin_dict(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
         value = arguments[0]
-        return Value("dict", value.labels | {"open"}, fields={**value.fields, **keywords})
+        own = frozenset() if value.kind == "dict" and "open" not in value.labels else frozenset({"open"})
+        return Value("dict", part_labels(value) | own, fields={**value.fields, **keywords})
 
     def _builtin_any(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
-        return Value("unknown", labels_of([self.element(arguments[0], node)]))
+        return Value("unknown", tested([self.element(arguments[0], node)]))
 
     _builtin_all = _builtin_any
 
@@ -231,7 +275,8 @@ class Builtins(Objects):
 
 def _freshened(value: Value, *, remove: set[str], add: set[str] | None = None) -> Value:
     """A list of the same elements."""
-    labels = (labels_of((value,)) - remove) | (add or set())
+    own = value.labels & {"some"} | ({"hash-order"} if value.kind == "set" else set()) | (add or set())
+    labels = (labels_of((value,)) | own) - remove
     items = value.items
     if items is not None and remove:
         items = [

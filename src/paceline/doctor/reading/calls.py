@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final
 
+from paceline.doctor.reading.effects import numbered
 from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api
-from paceline.doctor.reading.machine import Class, Frame, Function, Scope
+from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.objects import bound, class_field, method_of
 from paceline.doctor.reading.surroundings import Surroundings
-from paceline.doctor.reading.trace import Call
+from paceline.doctor.reading.trace import Call, Condition
 from paceline.doctor.reading.values import (
     NONE,
     VARYING,
     Known,
     Value,
+    carried,
+    detached,
     joined,
     labels_of,
     picked,
+    words,
 )
 
 __all__ = ["Calls"]
@@ -34,6 +39,9 @@ _KIND_OF_BASE: Final = {
     "torch.utils.data.DataLoader": "loader",
     "torch.nn.parallel.DistributedDataParallel": "ddp",
 }
+_DICTS: Final = words(
+    "builtins.dict collections.OrderedDict collections.UserDict argparse.Namespace types.SimpleNamespace"
+)
 _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
 
 
@@ -41,6 +49,8 @@ class Calls(Surroundings):
     """Calls of all kinds."""
 
     def call(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        if {"test", "if", "else"} <= function.fields.keys() and function.options:
+            return self._call_either(function, arguments, keywords, node)
         if function.options:
             return joined([self.call(option, arguments, keywords, node) for option in list(function.each())[:3]])
         match function.kind:
@@ -60,6 +70,17 @@ class Calls(Surroundings):
         if isinstance(function.code, Class) and (method := method_of(function, "__call__")) is not None:
             return self.call(bound(method, function), arguments, keywords, node)
         return self._call_unknown("", [function, *arguments], keywords, node)
+
+    def _call_either(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        """``log = print if rank == 0 else silent``: each is called where it was chosen."""
+        found: list[Value] = []
+
+        def arm(chosen: Value) -> Callable[[], None]:
+            return lambda: found.append(NONE if chosen.is_none else self.call(chosen, arguments, keywords, node))
+
+        test = function.fields["test"]
+        self.branch(test, getattr(node, "lineno", 0), (arm(function.fields["if"]), arm(function.fields["else"])))
+        return found[0] if len(found) == 1 else picked(test, found[0], found[1])
 
     def call_method(
         self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
@@ -106,7 +127,7 @@ class Calls(Surroundings):
             case "tensor":
                 result = Value(receiver.kind, receiver.labels, fields=receiver.fields, length=receiver.length)
                 if name == "detach":
-                    result = Value("tensor", receiver.labels - {"graph"}, length=receiver.length)
+                    result = Value("tensor", detached(receiver.labels), length=receiver.length)
             case "context":
                 result = Value("context", name=name, fields={"owner": receiver})
             case "module" | "optimizer":
@@ -115,7 +136,9 @@ class Calls(Surroundings):
             for field in receiver.fields:
                 self.on_read(receiver, field)
         if name == "register_buffer" and isinstance(buffer := given.get("name", NONE).only, str):
-            result = Value("buffer", given.get("tensor", NONE).labels, buffer)
+            maybe = {"maybe"} if any(condition.ranks == {0, 1} for condition in self.conditions()) else set()
+            labels = labels_of([given.get("tensor", NONE)]) - VARYING  # DDP makes them equal
+            result = Value("buffer", labels | maybe, buffer)
             self.write(receiver.fields, buffer, result)
         elif name in ("register_parameter", "add_module", "append") and given:
             held = list(given.values())
@@ -127,31 +150,30 @@ class Calls(Surroundings):
             receiver.labels |= frozenset({"rng"}) if labels_of(given.values()) & VARYING else frozenset()
         elif name == "backward" and "graph" not in receiver.labels and receiver.kind == "tensor":
             receiver.labels |= {"graph"}
-        if known.role:
+        if known.role == "backward":
+            self._backward(receiver, given, node)
+        elif known.role:
             self.event(known.role, node, name=name, subject=receiver, arguments=given, result=result)
         return result
+
+    def _backward(self, loss: Value, given: dict[str, Value], node: ast.AST) -> None:
+        event = self.event("backward", node, subject=loss, arguments=given)
+        if not given.get("gradient", NONE).is_none:
+            event.labels |= {"divided"}  # scaled there, by who knows what
 
     def _other_method(
         self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
     ) -> Value:
-        given = {**{str(i): a for i, a in enumerate(arguments)}, **keywords}
+        given = {**numbered(arguments), **keywords}
         if receiver.kind == "parser":
             return self._call_parser(receiver, name, arguments, keywords)
         if name == "backward":
-            self.event("backward", node, subject=receiver, arguments=given)
+            self._backward(receiver, {**dict(zip(("gradient",), arguments, strict=False)), **keywords}, node)
         elif name in ("cuda", "to"):
             result = Value(receiver.kind, receiver.labels, receiver.name, fields=receiver.fields, items=receiver.items)
             role = "cuda" if name == "cuda" else "place"
             self.event(role, node, subject=receiver, arguments={"device": arguments[0]} if arguments else given)
             return result
-        elif receiver.kind == "buffer" and name.endswith("_"):
-            self.event(
-                "buffer",
-                node,
-                name=receiver.name,
-                subject=receiver,
-                arguments={"value": Value(labels=labels_of(arguments))},
-            )
         elif name == "set_epoch":
             self.event("set_epoch", node, subject=receiver, arguments={"epoch": arguments[0]} if arguments else given)
         elif name in ("glob", "iterdir", "rglob") and receiver.kind != "tensor":
@@ -172,7 +194,7 @@ class Calls(Surroundings):
             _escape(given.values())
         if receiver.kind in ("optimizer", "loader", "sampler", "module", "ddp", "unknown", "instance"):
             self._call_back(arguments, keywords, node)
-        return self.tensor_method(receiver, name, arguments, keywords)
+        return self.tensor_method(receiver, name, arguments, keywords, node)
 
     # --- APIs
 
@@ -185,6 +207,9 @@ class Calls(Surroundings):
             return Value("partial", labels_of(arguments), code=(arguments[0], arguments[1:], keywords))
         if name.startswith(("os.environ", "os.getenv", "os.putenv")):
             return self._call_environment(name, arguments, node)
+        if name.startswith("sys.path.") and arguments:
+            self._search_also(name, arguments)
+            return NONE
         if name in ("argparse.Namespace", "types.SimpleNamespace"):
             return Value("namespace", fields=dict(keywords))
         if (known := api(name)) is not None:
@@ -203,22 +228,33 @@ class Calls(Surroundings):
             return made
         return self._call_unknown(name, arguments, keywords, node)
 
+    def _search_also(self, name: str, arguments: list[Value]) -> None:
+        """``sys.path.insert(0, ...)``: imports find what lies there, if that can be read."""
+        given = arguments[-1].items if name == "sys.path.extend" and arguments[-1].items else arguments[-1:]
+        for folder in given:
+            if isinstance(path := folder.default, str):
+                self.program.search(Path(path), first=name == "sys.path.insert")
+
     def _call_unknown(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         top = name.split(".")[0]
         if top in ("torch", "numpy"):
             last = name.rpartition(".")[2]
             if top == "torch" and last[:1].islower():
                 self._call_back(arguments, keywords, node)
-            return self.tensor_call(name, arguments, keywords)
+            return self.tensor_call(name, arguments, keywords, node)
         if top == "random":
-            return self.tensor_call(name, arguments, keywords)
+            return self.tensor_call(name, arguments, keywords, node)
         given = [*arguments, *keywords.values()]
         if top not in LIBRARIES:
             _escape(given)
         self._call_back(arguments, keywords, node)
         if keywords.get("download") is not None:
             self.event("dataset", node, name=name, arguments=keywords)
-        labels = labels_of(given) - {"some", "open"}
+        if "seed" in name.rpartition(".")[2].lower():
+            self.seeds.update(
+                dict.fromkeys(self.seeds, frozenset())
+            )  # by whatever it does with what it is given: nothing can be said of them
+        labels = carried(given)
         return Value("path" if name.startswith(("pathlib.", "os.path.")) else "unknown", labels, name)
 
     def _call_back(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> None:
@@ -242,14 +278,15 @@ class Calls(Surroundings):
     ) -> Value:
         code: Function = function.code
         running = sum(frame.code is code.node for frame in self.frames)
-        if len(self.frames) >= MAX_FRAMES or running >= 2 or self.steps_left <= 0:
-            return Value(labels=labels_of([*arguments, *keywords.values()]))
+        if len(self.frames) >= MAX_FRAMES or running >= 2 or not self.spend():
+            return Value(labels=carried([*arguments, *keywords.values()]))
         if code.owner is not None and code.flavour != "static":
             arguments = [code.owner, *arguments]
         names = _bound_parameters(code, arguments, keywords, unknown=unknown)
         scope = Scope(names, code.scope.module, code.scope)
         if code.yields:
-            return Value("lazy", labels_of([*arguments, *keywords.values()]), function.name, code=(code, scope))
+            labels = carried([*arguments, *keywords.values()])
+            return Value("lazy", labels, function.name, code=Started(code, scope, tuple(self.loops)))
         call = Call(str(self.frame.scope.module.path), node, code.owner)
         return self._run(code, scope, call=call)[0]
 
@@ -262,6 +299,9 @@ class Calls(Surroundings):
     ) -> tuple[Value, list[Value]]:
         """Walks a function's body; what it returns, and what it yields."""
         frame = Frame(scope, code.node, depth=len(self.levels), on_yield=on_yield, call=call)
+        if code.ranks is not None:
+            only = Value("scalar", frozenset({"rank", "global_rank"}), known=code.ranks)
+            frame.level.append(Condition(only, True, code.node.lineno))
         self.frames.append(frame)
         self.levels.append(frame.level)
         self.within += code.contexts
@@ -276,12 +316,17 @@ class Calls(Surroundings):
             self.frames.pop()
 
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
-        if not isinstance(value.code, tuple):
+        if not isinstance(value.code, Started):
             return Value(labels=value.labels)
-        code, scope = value.code
+        code = value.code.function
         if sum(frame.code is code.node for frame in self.frames) >= 2 or len(self.frames) >= MAX_FRAMES:
             return Value(labels=value.labels)
-        _, yielded = self._run(code, scope)
+        outer = self.loops
+        self.loops = list(value.code.loops)  # it goes on where it stopped, however often it is asked
+        try:
+            _, yielded = self._run(code, value.code.fresh())
+        finally:
+            self.loops = outer
         return joined(yielded) if yielded else Value(labels=value.labels)
 
     def _instantiate(self, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
@@ -289,24 +334,21 @@ class Calls(Surroundings):
         made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
         made.fields["__class__"] = cls
         if kind == "module":
-            made.labels = self.seeds.get("torch", frozenset())
+            made.labels = self.drawn()
         if (method := method_of(made, "__init__")) is not None:
             self.call(bound(method, made), arguments, keywords, node)
         else:
             self._without_init(cls, made, arguments, keywords)
         if kind in ("dataset", "stream", "sampler", "instance"):
-            given = labels_of([*arguments, *keywords.values()])
-            own = labels_of(v for name, v in made.fields.items() if name != "__class__")
-            minded = VARYING | {"listing", "hash-order", "shuffled"}
-            made.labels |= (given | own) & minded if kind != "instance" else given & VARYING & {"rank"}
+            given = carried([*arguments, *keywords.values()])
+            own = carried(v for name, v in made.fields.items() if name != "__class__")
+            minded = VARYING | {"partly", "listing", "hash-order", "shuffled"}
+            made.labels |= (given | own) & minded if kind != "instance" else given & {"rank", "partly"}
         if kind in ("dataset", "stream"):
-            self.event("dataset", node, name=cls.name, arguments=self._named(cls, arguments, keywords), result=made)
+            self.event("dataset", node, name=cls.name, arguments={**numbered(arguments), **keywords}, result=made)
         elif "download" in keywords:
             self.event("dataset", node, name=cls.name, arguments=keywords, result=made)
         return made
-
-    def _named(self, cls: Value, arguments: list[Value], keywords: dict[str, Value]) -> dict[str, Value]:
-        return {**{str(index): value for index, value in enumerate(arguments)}, **keywords}
 
     def _without_init(self, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
         """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
@@ -315,6 +357,8 @@ class Calls(Surroundings):
             for line in cls.code.node.body
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         ]
+        if arguments and any(base.name in _DICTS for base in cls.code.bases):
+            made.fields.update(arguments[0].fields)
         known = api(made.name)
         parameters = annotated or list(known.parameters if known else ())
         made.fields.update({name: v for name in annotated if (v := class_field(cls, name)) is not None})
@@ -340,7 +384,7 @@ class Calls(Surroundings):
                 owner.fields.update(keywords)
         if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
             return self._known_method(owner, name, known, arguments, keywords, node)
-        return Value(labels=labels_of([*arguments, *keywords.values()]))
+        return Value(labels=carried([*arguments, *keywords.values()]))
 
 
 def _escape(values: Iterable[Value]) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+from typing import Final
 
 from paceline.doctor.reading.assignments import Assignments
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope
 from paceline.doctor.reading.program import Module
-from paceline.doctor.reading.values import Value, constant
+from paceline.doctor.reading.values import RANKS, Known, Value, constant, words
 
 __all__ = ["Definitions"]
+
+
+_ON_RANK_0: Final = words(
+    "rank_zero_only rank_zero master_only main_process_only on_main_process main_process_first_only"
+)
+"""Decorators of well-known libraries: the other ranks do nothing there."""
 
 
 class Definitions(Assignments):
@@ -29,7 +36,11 @@ class Definitions(Assignments):
         code = value.code
         if not isinstance(code, Function):
             return value
-        match decorator.name.rpartition(".")[2]:
+        short = decorator.name.rpartition(".")[2]
+        if decorator.kind != "function" and short in _ON_RANK_0:
+            code.ranks = Known((True, *[False] * (RANKS - 1)))
+            return value
+        match short:
             case "property" | "cached_property":
                 code.flavour = "property"
             case "staticmethod":
@@ -75,9 +86,8 @@ class Definitions(Assignments):
     def _do_importfrom(self, node: ast.ImportFrom) -> None:
         source = node.module or ""
         if node.level:
-            here = self.frame.scope.module
-            parts = here.name.split(".") if here.name != "__main__" else []
-            parts = parts[: len(parts) - node.level + here.is_package]
+            here = self.frame.scope.module.package
+            parts = here[: len(here) - node.level + 1]
             source = ".".join([*parts, *([node.module] if node.module else [])])
         found = self._import(source) if source else Value("unknown")
         for alias in node.names:
@@ -86,6 +96,8 @@ class Definitions(Assignments):
                     for name, value in found.code.names.items():
                         if not name.startswith("_"):
                             self.write(self.frame.scope.names, name, value)
+                elif source:
+                    self.frame.scope.module.stars.append(source)
                 continue
             name = alias.asname or alias.name
             if found.kind == "python_module":

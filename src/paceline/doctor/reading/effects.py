@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import math
+from dataclasses import replace
 from typing import Final
 
 from paceline.doctor.reading.builtin import Builtins
 from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api
+from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, computed, named
 from paceline.doctor.reading.objects import bound, method_of, submodules
 from paceline.doctor.reading.values import (
     NONE,
@@ -16,18 +18,23 @@ from paceline.doctor.reading.values import (
     VARYING,
     Known,
     Value,
+    carried,
     combined,
     constant,
+    detached,
+    joined,
     labels_of,
+    part_labels,
     words,
 )
 
-__all__ = ["Effects"]
+__all__ = ["Effects", "numbered"]
 
 _DRAWS: Final = words(
     "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson"
 )
-_SIZED: Final = _DRAWS | words("zeros ones empty full arange")
+_SIZED: Final = _DRAWS | words("zeros ones empty full")
+_KEEP_LENGTH: Final = words("clone detach float long cpu contiguous double half square abs int")
 
 
 class Effects(Builtins):
@@ -37,7 +44,9 @@ class Effects(Builtins):
         """Calls a module. Its result carries which call it came from, to be found again in a loss."""
         if module.name.rpartition(".")[2] in MEAN_LOSSES:
             return self._loss(module.fields, [*arguments, *keywords.values()])
-        event = self.event("forward", node, subject=module, arguments={**_numbered(arguments), **keywords})
+        if not self.spend():
+            return Value("tensor", labels_of([*arguments, *keywords.values()]))
+        event = self.event("forward", node, subject=module, arguments={**numbered(arguments), **keywords})
         graph = frozenset({"graph"}) if event.with_grad else frozenset({"eval"})
         labels = labels_of([*arguments, *keywords.values()]) | graph
         if not self.inside:
@@ -149,7 +158,7 @@ class Effects(Builtins):
             case "torch.distributed.get_rank":
                 return Value("scalar", frozenset({"rank", "global_rank"}), known=Known((0, 1)))
             case "torch.distributed.get_world_size":
-                return Value("scalar", frozenset({"world"}), "world size", Known((RANKS,)))
+                return Value("scalar", frozenset({"world", "world-multiple"}), "world size", Known((RANKS,)))
             case "torch.distributed.is_initialized":
                 return constant(self.trace.any("init") or self.spawned)
             case "torch.distributed.is_available":
@@ -161,18 +170,15 @@ class Effects(Builtins):
             case "torch.initial_seed" | "torch.utils.data.get_worker_info":
                 return Value("unknown", frozenset({"worker-seed"}), name)
             case "torch.nn.Sequential":
-                return self._module(name, _numbered(positional))
+                return self._module(name, numbered(positional))
             case "torch.nn.ModuleList" | "torch.nn.ModuleDict":
                 held = arguments.get("modules", Value())
-                fields = dict(held.fields) if held.items is None else _numbered(held.items)
+                fields = dict(held.fields) if held.items is None else numbered(held.items)
                 module = self._module(name, fields)
                 module.length, module.labels = held.length, module.labels | (held.labels & {"some", "open"})
                 return module
-            case "copy.deepcopy":
-                value = arguments.get("x", Value())
-                return Value(
-                    value.kind, value.labels, value.name, value.known, dict(value.fields), value.items, code=value.code
-                )
+            case "copy.deepcopy" | "copy.copy":
+                return _copied(arguments.get("x", Value()))
             case "torch.utils.data.random_split" | "sklearn.model_selection.train_test_split":
                 return self._split(name, arguments)
             case "torch.set_grad_enabled":
@@ -197,12 +203,18 @@ class Effects(Builtins):
                 fields=dict(arguments),
                 length=length,
             )
+        if known.makes == "parameter":
+            return Value("parameter", frozenset({"drawn"}) if labels & VARYING else frozenset(), fields=dict(arguments))
         if not known.makes:
             return Value("unknown", labels, name, fields=dict(arguments))
         return Value(known.makes, labels & VARYING, name, fields=dict(arguments))
 
     def _module(self, name: str, fields: dict[str, Value]) -> Value:
-        return Value("module", self.seeds.get("torch", frozenset()), name, fields=fields)
+        return Value("module", self.drawn(), name, fields=fields)
+
+    def drawn(self) -> frozenset[str]:
+        """Of weights that are drawn now. DDP makes them equal, so that the model itself does not differ."""
+        return frozenset({"drawn"}) if self.seeds.get("torch") else frozenset()
 
     def _length(self, name: str, arguments: dict[str, Value], positional: list[Value]) -> Known | None:
         first = positional[0].length if positional else None
@@ -240,86 +252,68 @@ class Effects(Builtins):
 
     # --- numbers that are drawn, tensors that are made
 
-    def tensor_call(self, name: str, positional: list[Value], keywords: dict[str, Value]) -> Value:
+    def tensor_call(self, name: str, positional: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         """Any other function of torch or numpy: a tensor made of its arguments."""
         parent, _, last = name.rpartition(".")
-        labels = labels_of([*positional, *keywords.values()]) - {"some", "open"}
+        operands = [*positional, *keywords.values()]
         if parent == "torch.nn.functional" and last in MEAN_LOSSES:
-            return self._loss(keywords, [*positional, *keywords.values()])
+            return self._loss(keywords, operands)
+        if (calculation := named(last)) is not None and len(operands) >= 2:
+            return self._calculated(calculation, last, operands, node)
+        labels = computed(last, operands)
         if last in _DRAWS and parent == "torch":
             generator = keywords.get("generator")
             labels |= generator.labels & VARYING if generator is not None else self.seeds.get("torch", frozenset())
-        elif parent == "numpy.random":
-            return Value("unknown", labels | self.seeds["numpy"], name)
-        elif parent == "random":
-            return Value("unknown", labels | self.seeds["python"], name)
-        if last in ("tensor", "as_tensor", "from_numpy", "isfinite", "isnan", "isinf", "argmax"):
-            labels -= {"graph"}
-        if last in ("sum", "mean", "unique"):
-            labels |= {last}
-        if last in ("randperm", "permutation"):
-            labels |= {"shuffled"}
-        if last in ("nonzero", "masked_select"):
-            labels |= {"own-size"}
-        length = None
-        if last in _SIZED and parent in ("torch", "numpy") and positional:
-            shape = positional[1] if last == "randint" and len(positional) > 1 else positional[0]
-            length = shape.items[0].known if shape.items else shape.known
-        elif positional and (positional[0].kind == "tensor" or last in ("tensor", "as_tensor", "stack", "from_numpy")):
-            length = positional[0].length
-        return Value("tensor", labels, length=length)
+        elif parent in ("numpy.random", "random"):
+            stream = "numpy" if parent.startswith("numpy") else "python"
+            return Value("unknown", labels | self.seeds[stream], name)
+        return Value("tensor", labels, length=_length_of(parent, last, positional))
 
-    def tensor_method(self, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _calculated(self, calculation: Calculation, name: str, operands: list[Value], node: ast.AST) -> Value:
+        """``torch.div(a, b)``, ``a.div(b)``; ``a.div_(b)`` and ``torch._foreach_div_(all, b)`` change the first."""
+        left, right = operands[:2]
+        made = calculated(calculation, left, right, getattr(node, "lineno", 0))
+        if not name.endswith("_") or name.endswith("__"):
+            return made
+        for part in (left, *(left.items or ())) if left.kind in ("list", "tuple") else (left,):
+            self.changed_in_place(part, made, node)
+        return left
+
+    def tensor_method(
+        self, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value:
         """Any method of a tensor, or of something unknown."""
-        labels = labels_of([value, *arguments, *keywords.values()]) - {"open", "some"}
-        of = value.kind
-        if name in ("item", "tolist", "numpy", "detach", "argmax", "eq", "isfinite", "isnan", "requires_grad_"):
-            labels -= {"graph"}
-        if name in ("sum", "mean"):
-            labels -= {"sum", "mean"}
-        if name in ("sum", "mean", "unique"):
-            labels |= {name}
-        if name == "sum" and "graph" not in labels:
-            labels |= {"count"}
+        operands = [value, *arguments, *keywords.values()]
+        is_tensor = value.kind in TENSORS or bool(value.labels & {"graph", "eval", "gradient"})
+        if is_tensor and (calculation := named(name)) is not None and len(operands) >= 2:
+            return self._calculated(calculation, name, operands, node)
         if name in ("size", "numel", "dim"):
-            where = arguments[0].default if arguments else UNKNOWN
-            length = value.length if where == 0 or (name == "numel" and of == "tensor") else None
-            own = (
-                frozenset({"size"})
-                if length is not None and length.only is not UNKNOWN
-                else labels & {"rank"} | {"size"}
-            )
-            return Value(
-                "scalar" if length and name == "size" else "unknown", own, known=length if name == "size" else None
-            )
-        if (
-            name.endswith("_")
-            and not name.startswith("_")
-            and of in ("tensor", "grad", "parameter", "buffer", "unknown")
-        ):
-            value.labels |= (labels | self.implied()) - {"graph"}
+            return self._size(value, name, arguments)
+        labels = computed(name, operands) if is_tensor else computed(name, [Value(labels=part_labels(value))])
+        if not is_tensor:
+            labels |= carried(operands[1:])
+        if name.endswith("_") and not name.startswith("_") and (is_tensor or value.kind == "unknown"):
+            if value.kind != "grad" or name not in ("zero_", "detach_", "requires_grad_"):
+                self.changed_in_place(value, Value(labels=detached(labels)), node)
             return value
         if name in ("item", "tolist"):
             return Value("unknown", labels)
         if name in ("chunk", "split") and value.length is not None and arguments:
             count = _chunks if name == "chunk" else lambda n, k: -(-n // k)
             parts = combined(count, value.length, arguments[0].known)
-            return Value("list", labels | {"some"}, items=[Value("tensor", value.labels)], length=parts)
-        kind = of if of in ("tensor", "batch") else "tensor" if of in ("grad", "parameter", "buffer") else "unknown"
-        keeps = name in (
-            "clone",
-            "detach",
-            "float",
-            "long",
-            "cpu",
-            "contiguous",
-            "double",
-            "half",
-            "square",
-            "abs",
-            "int",
-        )
-        return Value(kind, labels, length=value.length if keeps else None, fields={})
+            return Value("list", labels | {"some"}, items=[Value("tensor", labels_of((value,)))], length=parts)
+        kind = "tensor" if value.kind in TENSORS else "unknown"
+        return Value(kind, labels, length=value.length if name in _KEEP_LENGTH else None)
+
+    def _size(self, value: Value, name: str, arguments: list[Value]) -> Value:
+        where = arguments[0].default if arguments else UNKNOWN
+        length = value.length if where == 0 or (name == "numel" and value.kind == "tensor") else None
+        if length is not None and length.only is not UNKNOWN:
+            own = frozenset({"size"})
+        else:
+            own = value.labels & {"rank"} | {"size"}
+        known = length if name == "size" else None
+        return Value("scalar" if known else "unknown", own, known=known)
 
     # --- what ranks agree on, and how random numbers are seeded
 
@@ -330,8 +324,8 @@ class Effects(Builtins):
                 continue
             if parameter == "tensor" and name.rpartition(".")[2] in ("all_gather", "gather", "scatter"):
                 continue
-            carried = source is not None and "graph" in source.labels and ".nn." not in name and not self._no_grad()
-            is_gathered = "gather" in name and carried
+            has_graph = source is not None and "graph" in source.labels and ".nn." not in name and not self._no_grad()
+            is_gathered = "gather" in name and has_graph
             for part in (value, *(value.items or ())):
                 agreed(part, {"reduced", "gathered"} if is_gathered else {"reduced"})
 
@@ -369,6 +363,12 @@ def agreed(value: Value, labels: set[str]) -> None:
         value.known, value.kind = None, "unknown"
 
 
+def _copied(value: Value) -> Value:
+    if value.options:
+        return joined([_copied(option) for option in value.options])
+    return replace(value, fields=dict(value.fields))
+
+
 def is_sharded(samplers: list[Value]) -> bool:
     """Whether one of these gives each rank samples of its own."""
     return any(
@@ -379,11 +379,13 @@ def is_sharded(samplers: list[Value]) -> bool:
     )
 
 
-def relabelled(value: Value, labels: frozenset[str], without: frozenset[str], depth: int = 4) -> Value:
+def relabelled(value: Value, labels: frozenset[str], without: frozenset[str], depth: int = 3) -> Value:
     """The same tensor, or tuple or dict of tensors, with other labels."""
     if value.kind in ("module", "ddp", "function", "class") or depth == 0:
         return value
-    items = [relabelled(item, labels, without, depth - 1) for item in value.items] if value.items is not None else None
+    items = None
+    if value.items is not None:
+        items = [relabelled(item, labels, without, depth - 1) for item in value.items[:64]]
     fields = value.fields
     if value.kind == "dict":
         fields = {name: relabelled(held, labels, without, depth - 1) for name, held in fields.items()}
@@ -395,9 +397,25 @@ def relabelled(value: Value, labels: frozenset[str], without: frozenset[str], de
     return Value(kind, made, value.name, None, fields, items, options, value.code, value.length, value.line)
 
 
+def _length_of(parent: str, name: str, arguments: list[Value]) -> Known | None:
+    """How many rows a new tensor has."""
+    if not arguments:
+        return None
+    first = arguments[0]
+    if parent in ("torch", "numpy") and name == "arange":
+        bounds = [bound.known for bound in arguments[:3]]
+        return combined(lambda *parts: len(range(*parts)), *bounds)
+    if parent in ("torch", "numpy") and name in _SIZED:
+        shape = arguments[1] if name == "randint" and len(arguments) > 1 else first
+        return shape.items[0].known if shape.items else shape.known
+    made_of = first.kind == "tensor" or name in ("tensor", "as_tensor", "stack", "from_numpy")
+    return first.length if made_of and name not in ("cat", "concat", "unique") else None
+
+
 def _chunks(length: int, parts: int) -> int:
     return -(-length // -(-length // parts))
 
 
-def _numbered(values: list[Value]) -> dict[str, Value]:
+def numbered(values: list[Value]) -> dict[str, Value]:
+    """As fields of something that has them by number."""
     return {str(index): value for index, value in enumerate(values)}

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Callable
 from typing import Final
 
 from paceline.doctor.reading.arithmetic import Arithmetic
-from paceline.doctor.reading.knowledge import canonical
+from paceline.doctor.reading.knowledge import api, canonical
 from paceline.doctor.reading.machine import Function, Scope
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import (
+    MAX_ITEMS,
     NONE,
     UNKNOWN,
     VARYING,
     Known,
     Value,
+    bounded,
     combined,
     constant,
     labelled,
     labels_of,
+    tested,
 )
 
 __all__ = ["Expressions"]
 
 MAX_DEPTH: Final = 400
-MAX_ITEMS: Final = 256
 
 
 class Expressions(Arithmetic):
@@ -34,9 +37,8 @@ class Expressions(Arithmetic):
     _depth = 0
 
     def evaluate(self, node: ast.expr) -> Value:
-        if self.steps_left <= 0 or self._depth > MAX_DEPTH:
+        if self._depth > MAX_DEPTH or not self.spend():
             return Value()
-        self.steps_left -= 1
         self._depth += 1
         try:
             method = getattr(self, f"_{type(node).__name__.lower()}", None)
@@ -59,7 +61,15 @@ class Expressions(Arithmetic):
             if value.kind == "api":
                 self.trace.names.add(value.name)
             return value
-        return self.named(f"builtins.{node.id}")
+        return self.named(self._starred_name(node.id) or f"builtins.{node.id}")
+
+    def _starred_name(self, name: str) -> str | None:
+        """A name that nothing in the script binds, by `from torch.nn import *` if that may: its full name."""
+        stars = self.frame.scope.module.stars
+        if not stars or hasattr(builtins, name):
+            return None
+        names = [canonical(f"{star}.{name}") for star in reversed(stars)]
+        return next((full for full in names if api(full) is not None), names[0])
 
     def named(self, name: str, *, used: bool = True) -> Value:
         """An API by its full name; ``used``: not only imported."""
@@ -81,8 +91,6 @@ class Expressions(Arithmetic):
     def _starred(self, node: ast.Starred) -> Value:
         return self.evaluate(node.value)
 
-    # --- arithmetic and choices
-
     # --- containers
 
     def _list(self, node: ast.List) -> Value:
@@ -93,7 +101,7 @@ class Expressions(Arithmetic):
 
     def _set(self, node: ast.Set) -> Value:
         value = self._sequence("list", node.elts)
-        return Value("set", value.labels | {"hash-order"}, items=value.items, length=value.length)
+        return Value("set", value.labels, items=value.items, length=value.length)
 
     def _sequence(self, kind: str, parts: list[ast.expr]) -> Value:
         items: list[Value] = []
@@ -101,14 +109,17 @@ class Expressions(Arithmetic):
         for part in parts[:MAX_ITEMS]:
             value = self.evaluate(part)
             if isinstance(part, ast.Starred):
-                whole = whole and value.items is not None
+                whole = whole and value.items is not None and "some" not in value.labels
                 items += value.items if value.items is not None else [self.element(value, part)]
             else:
                 items.append(value)
+        items, all_kept = bounded(items)
+        whole = whole and all_kept and len(parts) <= MAX_ITEMS
         known = None
         if kind == "tuple" and whole and all(item.known for item in items):
             known = combined(lambda *points: points, *(item.known for item in items))
-        return Value(kind, items=items, known=known, length=Known((len(items),)) if whole else None)
+        own = frozenset() if whole else frozenset({"some"})
+        return Value(kind, own, items=items, known=known, length=Known((len(items),)) if whole else None)
 
     def _dict(self, node: ast.Dict) -> Value:
         fields: dict[str, Value] = {}
@@ -134,7 +145,7 @@ class Expressions(Arithmetic):
     def _joinedstr(self, node: ast.JoinedStr) -> Value:
         parts = [self.evaluate(part) for part in node.values]
         known = combined(lambda *points: "".join(str(point) for point in points), *(part.known for part in parts))
-        return Value("scalar", labels_of(parts) - {"graph"}, known=known)
+        return Value("scalar", tested(parts), known=known)
 
     def _formattedvalue(self, node: ast.FormattedValue) -> Value:
         value = self.evaluate(node.value)
@@ -159,6 +170,7 @@ class Expressions(Arithmetic):
                 arguments.append(value)
             else:
                 arguments += value.items if value.items is not None else [self.element(value, part)]
+        arguments, _ = bounded(arguments)
         keywords: dict[str, Value] = {}
         for keyword in node.keywords:
             value = self.evaluate(keyword.value)
@@ -194,9 +206,7 @@ class Expressions(Arithmetic):
         filtered = any(part.ifs for part in node.generators) or len(node.generators) > 1
         return Value(
             kind,
-            (labels_of(tests) & VARYING)
-            | (set() if whole else {"some"})
-            | ({"hash-order"} if kind == "set" else set()),
+            (labels_of(tests) & VARYING) | (set() if whole else {"some"}),
             items=found,
             length=None if filtered else lengths[0],
         )

@@ -62,6 +62,13 @@ torch.distributed.monitored_barrier collective - group timeout wait_all_ranks
 torch.distributed.new_group collective group ranks timeout backend
 torch.distributed.nn.functional.all_gather collective - tensor group
 torch.distributed.nn.functional.all_reduce collective - tensor op group
+torch.distributed.nn.functional.broadcast collective - tensor src group
+torch.distributed.nn.functional.reduce collective - tensor dst op group
+torch.distributed.nn.functional.gather collective - tensor dst group
+torch.distributed.nn.functional.scatter collective - tensors src group
+torch.distributed.nn.functional.reduce_scatter collective - output input_list op group
+torch.distributed.nn.functional.all_to_all collective - output_tensor_list input_tensor_list group
+torch.distributed.nn.functional.all_to_all_single collective - output input output_split_sizes input_split_sizes group
 torch.nn.parallel.DistributedDataParallel wrap ddp module device_ids output_device dim broadcast_buffers \
 init_sync process_group bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view \
 static_graph
@@ -94,6 +101,8 @@ torch.amp.GradScaler scaler scaler device init_scale
 torch.Generator - generator device
 torch.device - device type index
 torch.cuda.set_device set_device - device
+torch.accelerator.set_device_index set_device - device
+torch.accelerator.set_device_idx set_device - device
 torch.cuda.device device context device
 torch.cuda.device_count - - -
 torch.cuda.is_available - - -
@@ -154,8 +163,10 @@ wget.download download - url out
 builtins.print print -
 contextlib.nullcontext - context enter_result
 contextlib.suppress - context
+contextlib.redirect_stdout stdout context new_target
 argparse.ArgumentParser - parser
 copy.deepcopy - copy x
+copy.copy - copy x
 tempfile.mkdtemp - - -
 tempfile.TemporaryDirectory - - -
 os.cpu_count - - -
@@ -294,6 +305,7 @@ _REWRITTEN = [
         ),
         r"torch\.nn\.parallel\.(data_parallel\.)?DataParallel": "torch.nn.DataParallel",
         r"torch\.distributed\.distributed_c10d\.": "torch.distributed.",
+        r"torch\.distributed\.nn\.(?!functional)(?=[a-z_]+$)": "torch.distributed.nn.functional.",
         r"torch\.cuda\.amp\.": "torch.amp.",
         r"torch\.nn\.modules\.\w+\.": "torch.nn.",
         r"torch\.nn\.parameter\.": "torch.nn.",

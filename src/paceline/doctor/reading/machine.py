@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,16 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from paceline.doctor.reading.program import Module, Program
-from paceline.doctor.reading.trace import Call, Condition, Event, Loop, Trace
+from paceline.doctor.reading.trace import MAX_NESTED, Call, Condition, Event, Loop, Trace
 from paceline.doctor.reading.values import VARYING, Known, Value, joined, picked
 
-__all__ = ["Class", "Flow", "Frame", "Function", "Machine", "Scope"]
+__all__ = ["Class", "Flow", "Frame", "Function", "Machine", "Scope", "Started"]
 
 Flow = Literal["return", "break", "continue", "raise", "exit"] | None
 """How a block ends: ``None``, it goes on behind it."""
 
 MAX_STEPS: Final = 60_000
-"""How many expressions are evaluated, all together."""
+"""How many expressions are evaluated, all together: thirty times what the longest public training scripts take."""
+
+DEADLINE_S: Final = 20.0
+"""A script of ten thousand lines takes 5 s. What takes longer is no training script, and whoever asks waits for an
+answer."""
+
+
+_IMPLIED: Final = VARYING | {"partly"}
+"""What a value has of the conditions under which it is set."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +55,7 @@ class Scope:
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A function of the script, or a method bound to ``owner``."""
+    """A function of the script, or a method bound to ``owner``; ``ranks``: where its body runs, if not everywhere."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     scope: Scope
@@ -56,6 +65,20 @@ class Function:
     flavour: Literal["plain", "property", "static", "class"] = "plain"
     contexts: tuple[Value, ...] = ()
     yields: bool = False
+    ranks: Known | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Started:
+    """A generator: a call of a function that yields, with the loops around it."""
+
+    function: Function
+    scope: Scope
+    loops: tuple[Loop, ...]
+
+    def fresh(self) -> Scope:
+        """Its names, as they were when it started."""
+        return Scope(dict(self.scope.names), self.scope.module, self.scope.parent)
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +124,7 @@ class Machine(ABC):
             for stream in ("torch", "numpy", "python")  # unseeded: another one each time
         }
         self.steps_left = MAX_STEPS
+        self.until_s = time.monotonic() + DEADLINE_S
         self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
         self._numbers = 0
 
@@ -144,12 +168,19 @@ class Machine(ABC):
         self._numbers += 1
         return self._numbers
 
+    def spend(self) -> bool:
+        """Takes one step of those that are left; ``False``: none is, or the time is over."""
+        self.steps_left -= 1
+        if self.steps_left % 64 == 0 and time.monotonic() > self.until_s:
+            self.steps_left = 0
+        return self.steps_left > 0
+
     def conditions(self) -> tuple[Condition, ...]:
         return tuple(condition for level in self.levels for condition in level)
 
     def implied(self, depth: int = 0) -> frozenset[str]:
         """What a value depends on because it is set here, under the present conditions; of those from ``depth`` on."""
-        return frozenset(label for level in self.levels[depth:] for c in level for label in c.value.labels & VARYING)
+        return frozenset(label for level in self.levels[depth:] for c in level for label in c.value.labels & _IMPLIED)
 
     def event(
         self,
@@ -244,10 +275,12 @@ class Machine(ABC):
         return int(weights[1] > weights[0])
 
     def _join(self, test: Value, written: list[dict[Any, Any]], flows: list[Flow]) -> None:
-        labels = test.labels & VARYING
+        labels = test.labels & _IMPLIED
         for place in {**written[0], **written[1]}:
             holder, key, _ = written[0].get(place) or written[1][place]
             old = holder.get(key)
+            if old is None and holder is self.overrides:
+                old = Value("api", name=key)
             sides = [
                 arm[place][2] if place in arm else old
                 for arm, flow in zip(written, flows, strict=True)
@@ -293,16 +326,16 @@ def _sooner(first: Flow, second: Flow) -> Flow:
     return min(first, second, key=order.index)
 
 
-def assume(test: Value, truth: bool) -> None:
+def assume(test: Value, truth: bool, depth: int = MAX_NESTED) -> None:
     """Takes a condition for decided from now on: nothing but the command line decides it."""
     if test.kind in ("unknown", "scalar") and not test.varies and "loop" not in test.fields:
         test.known = Known((truth,))
-    match test.name, test.items:
+    match test.name, test.items if depth else None:
         case "not", [inner]:
-            assume(inner, not truth)
+            assume(inner, not truth, depth - 1)
         case "and", [*parts] if truth:
             for part in parts:
-                assume(part, True)
+                assume(part, True, depth - 1)
         case "or", [*parts] if not truth:
             for part in parts:
-                assume(part, False)
+                assume(part, False, depth - 1)

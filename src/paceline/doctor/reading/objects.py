@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Final
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, Final
 
 from paceline.doctor.reading.expressions import Expressions
 from paceline.doctor.reading.knowledge import LAUNCHED, METHODS
 from paceline.doctor.reading.machine import Class, Function
+from paceline.doctor.reading.meaning import TENSORS
 from paceline.doctor.reading.program import Module
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import (
@@ -17,15 +21,18 @@ from paceline.doctor.reading.values import (
     RANKS,
     STEPS,
     UNKNOWN,
-    VARYING,
     Known,
     Value,
+    bounded,
     combined,
     constant,
+    detached,
     joined,
     labelled,
     labels_of,
+    part_labels,
     picked,
+    tested,
     words,
 )
 
@@ -68,12 +75,13 @@ class Objects(Expressions):
             return held
         if value.kind == "buffer" and name == "data":
             return value
-        if value.kind in ("tensor", "parameter", "grad", "buffer"):
+        if value.kind == "path" and (path := of_path(value, name)) is not None:
+            return path
+        if value.kind in TENSORS:
             return self._of_tensor(value, name)
         if name in METHODS.get(value.kind, {}):
             return Value("bound", value.labels, name, fields={"self": value})
-        own = frozenset() if value.kind in ("module", "ddp") else value.labels - {"open", "some"}
-        child_value = Value(labels=own, line=getattr(node, "lineno", 0))
+        child_value = Value(labels=part_labels(value), line=getattr(node, "lineno", 0))
         if name == "loss":
             child_value.labels |= {"mean"}
         if value.kind != "scalar":
@@ -89,14 +97,16 @@ class Objects(Expressions):
 
     def _of_tensor(self, value: Value, name: str) -> Value:
         if name == "grad":
-            child = Value("grad", value.labels | {"gradient"}, fields={"of": value})
+            child = Value("grad", labels_of((value,)) | {"gradient"}, fields={"of": value})
             value.fields[name] = child
             return child
         if name in _TENSOR_ATTRIBUTES or name == "data":
-            return Value(value.kind, value.labels - ({"graph"} if name == "data" else set()), fields=value.fields)
+            if name == "data":
+                return Value(value.kind, detached(value.labels), fields=value.fields, length=value.length)
+            return Value(value.kind, value.labels, fields=value.fields)
         if name in _SIZES:
             return Value("unknown", (value.labels & {"rank"}) | {"size"}, fields={"of": value})
-        child = Value("tensor", value.labels | ({"mean"} if name == "loss" else set()))
+        child = Value("tensor", labels_of((value,)) | ({"mean"} if name == "loss" else set()))
         value.fields[name] = child
         return child
 
@@ -107,11 +117,14 @@ class Objects(Expressions):
             return joined([self.item(option, key, node) for option in value.each()] or [Value(labels=value.labels)])
         if value.name == "os.environ" and value.kind == "api":
             return self.variable(key, node)
+        if value.kind == "path" and value.name == "parents":
+            above = combined(lambda text, index: str(PurePath(text).parents[index]), value.known, key.known)
+            return Value("path", value.labels, known=above)
         if value.kind == "loaded":
             return Value("loaded", value.labels, fields=value.fields)
         if value.kind in ("dict", "namespace", "state_dict") and isinstance(name := key.only, str):
             if name not in value.fields:
-                default = value.fields.get("*") or Value(labels=value.labels - {"open"})
+                default = value.fields.get("*") or Value(labels=part_labels(value))
                 value.fields[name] = default
             return value.fields[name]
         if value.kind == "module" and isinstance(key.only, int | str) and str(key.only) in value.fields:
@@ -136,7 +149,8 @@ class Objects(Expressions):
                 return chosen
         if value.items:
             return labelled(joined(value.items), key.labels)
-        labels = labels_of((value, key)) - {"open"}
+        labels = part_labels(value) if isinstance(key.default, str) else labels_of((value,))
+        labels |= labels_of((key,))
         if value.kind in ("tensor", "list") and "rank" in key.labels:
             labels |= {"data", "shard"}
         if key.name == "mask":
@@ -174,12 +188,12 @@ class Objects(Expressions):
             lambda size, start, stop, step: len(range(*slice(start, stop, step).indices(size))), value.length, *bounds
         )
         items = value.items
-        if (
-            items is not None
-            and "some" not in value.labels
-            and all(b is not None and b.only is not UNKNOWN for b in bounds)
-        ):
-            items = items[slice(*(bound.only for bound in bounds if bound is not None))]
+        places: list[Any] = [bound.only if bound is not None else UNKNOWN for bound in bounds]
+        if items is not None and "some" not in value.labels and UNKNOWN not in places:
+            start, stop, step = places
+            items = items[start:stop:step]
+        elif items is not None:
+            labels |= {"some"}
         if value.kind == "scalar":
             return Value("scalar", labels)
         kind = value.kind if value.kind in ("list", "tuple", "tensor", "parameter") else "unknown"
@@ -198,7 +212,9 @@ class Objects(Expressions):
                 labels = frozenset({"rank", "local_rank", "environment"})
                 return Value("scalar", labels, known=Known(("0", "1")))
             case "WORLD_SIZE" | "LOCAL_WORLD_SIZE":
-                return Value("scalar", frozenset({"world", "environment"}), "world size", Known((str(RANKS),)))
+                return Value(
+                    "scalar", frozenset({"world", "world-multiple", "environment"}), "world size", Known((str(RANKS),))
+                )
         if isinstance(name, str) and name.startswith(("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")):
             return Value(labels=frozenset({"rank"})) if default is None else default
         if isinstance(name, str) and name in LAUNCHED:
@@ -239,7 +255,7 @@ class Objects(Expressions):
         sizes = [count.at(rank) if count is not None and count.loop is None else UNKNOWN for rank in range(RANKS)]
         rounds = [max(size, 1) if isinstance(size, int) else STEPS for size in sizes]
         points = tuple(start + step * (index % size) for size in rounds for index in range(STEPS))
-        return Value("scalar", labels & VARYING & {"clock"}, "counter", Known(points, loop.number), line=loop.line)
+        return Value("scalar", labels & {"clock"}, "counter", Known(points, loop.number), line=loop.line)
 
     def element(self, value: Value, node: ast.AST) -> Value:
         """Any one of its elements."""
@@ -265,16 +281,16 @@ class Objects(Expressions):
                     self.on_read(value, name)
                 return joined(submodules(value))
             case "dict":
-                return Value("scalar", value.labels)
+                return Value("scalar", part_labels(value))
             case "enumerate" | "zip" | "range":
                 return self.elements(value, Loop(self.number(), 0, value), node)[0]
         if value.items:
-            return labelled(joined(value.items), value.labels - {"some", "open"})
+            return labelled(joined(value.items), labels_of((Value(labels=value.labels),)) | _order(value))
         if isinstance(value.code, Class) and (method := method_of(value, "__iter__")) is not None:
             made = self.call(bound(method, value), [], {}, node)
             return self.element(made, node) if made is not value else Value(labels=labels_of((value,)))
         kind = value.kind if value.kind in ("tensor", "batch") else "unknown"
-        return Value(kind, labels_of((value,)) - {"open", "some"})
+        return Value(kind, part_labels(value) | _order(value))
 
     def loaders(self, over: Value) -> list[Value]:
         return list(loaders_in(over))
@@ -294,14 +310,29 @@ class Objects(Expressions):
     ) -> Value | None:
         """Of a list, dict or string; ``None`` if it is no such method."""
         first = arguments[0] if arguments else None
-        if value.kind in ("list", "set") and name in ("append", "add", "insert", "extend", "update", "remove", "sort"):
+        if value.kind in ("list", "set") and name in (
+            "append",
+            "add",
+            "insert",
+            "extend",
+            "update",
+            "remove",
+            "sort",
+            "reverse",
+        ):
             self._changed(value, name, arguments)
             return NONE
         if value.kind in ("dict", "namespace", "state_dict"):
             return self._of_dict(value, name, first, arguments)
-        if value.kind == "scalar" and isinstance(value.default, str) and name in _OF_TEXT:
-            known = combined(lambda text, *rest: getattr(text, name)(*rest), value.known, *(a.known for a in arguments))
-            labels = labels_of((value, *arguments, *keywords.values()))
+        if value.kind == "path" and name in ("resolve", "absolute", "expanduser", "as_posix"):
+            return value
+        if value.kind == "path" and name == "joinpath":
+            known = combined(lambda *parts: str(PurePath(*parts)), value.known, *(part.known for part in arguments))
+            return Value("path", labels_of([value, *arguments]), known=known)
+        if value.kind in ("scalar", "path") and isinstance(value.default, str) and name in _OF_TEXT:
+            function = _formatted if name == "format" else lambda text, *rest: getattr(text, name)(*rest)
+            known = combined(function, value.known, *(a.known for a in arguments))
+            labels = tested((value, *arguments, *keywords.values()))
             return Value("scalar", labels, known=None if keywords else known)
         return None
 
@@ -311,9 +342,10 @@ class Objects(Expressions):
             value.labels -= {"listing", "hash-order"}
         elif name in ("extend", "update"):
             value.labels |= labels_of(arguments)
-            value.items = [*(value.items or []), *(a for x in arguments for a in (x.items or [Value(labels=x.labels)]))]
+            given = [item for x in arguments for item in (x.items or [Value(labels=labels_of((x,)))])]
+            value.items, _ = bounded([*(value.items or []), *given])
             value.length = None
-        elif name != "remove" and arguments:
+        elif name not in ("remove", "reverse") and arguments:
             value.items = [*(value.items or [])[-32:], arguments[-1]]
             value.labels |= {"some"} if self.loops else set()
             value.length = None if self.loops else combined(lambda size: size + 1, value.length)
@@ -327,12 +359,14 @@ class Objects(Expressions):
                     return value.fields[key]
                 if value.kind == "dict" and "open" not in value.labels:
                     return arguments[1] if len(arguments) > 1 else NONE
-                return joined([Value(labels=value.labels), *(arguments[1:] or [NONE])])
+                return joined([Value(labels=part_labels(value)), *(arguments[1:] or [NONE])])
             case "items":
                 if value.kind == "state_dict":
                     pair = Value("tuple", items=[Value(), Value("parameter", value.labels, fields=dict(value.fields))])
                     return Value("list", frozenset({"some"}), items=[pair])
-                pair = Value("tuple", items=[Value("scalar"), joined(held) if held else Value(labels=value.labels)])
+                pair = Value(
+                    "tuple", items=[Value("scalar"), joined(held) if held else Value(labels=part_labels(value))]
+                )
                 return Value("list", frozenset({"some"}), items=[pair])
             case "values":
                 if value.kind == "state_dict":
@@ -344,7 +378,7 @@ class Objects(Expressions):
                 for field, held_value in first.fields.items():
                     self.write(value.fields, field, held_value)
                 return NONE
-            case "copy":
+            case "copy" | "clone" | "deepcopy":
                 return Value(value.kind, value.labels, fields=dict(value.fields))
         return None
 
@@ -352,8 +386,7 @@ class Objects(Expressions):
 def bound(method: Value, owner: Value) -> Value:
     """A method of ``owner``."""
     code: Function = method.code
-    held = Function(code.node, code.scope, code.defaults, owner, code.home, code.flavour, code.contexts, code.yields)
-    return Value("function", name=method.name, code=held)
+    return Value("function", name=method.name, code=replace(code, owner=owner))
 
 
 def class_field(value: Value, name: str, depth: int = 12) -> Value | None:
@@ -389,13 +422,33 @@ def submodules(value: Value, depth: int = 6) -> list[Value]:
     return found
 
 
-def loaders_in(over: Value) -> Iterator[Value]:
+def loaders_in(over: Value, depth: int = 6) -> Iterator[Value]:
     """The loaders that a loop goes through: itself, or what is counted or zipped."""
     for option in over.each():
         if option.kind == "loader":
             yield option
-        elif option.kind == "enumerate":
-            yield from loaders_in(option.fields["of"])
-        elif option.kind == "zip":
-            for part in option.items or []:
-                yield from loaders_in(part)
+        elif option.kind == "enumerate" and depth:
+            yield from loaders_in(option.fields["of"], depth - 1)
+        elif option.kind == "zip" and depth:
+            for part in (option.items or [])[:8]:
+                yield from loaders_in(part, depth - 1)
+
+
+def _order(value: Value) -> frozenset[str]:
+    """A set has none of its own: what comes out of it comes in another order in each process."""
+    return frozenset({"hash-order"}) if value.kind == "set" else frozenset()
+
+
+def _formatted(text: str, *values: Any) -> Any:
+    """``text.format(...)``, unless that asks for a width: it may be any."""
+    return UNKNOWN if re.search(r"\d{3}|{[^}]*{", text) else text.format(*values)
+
+
+def of_path(value: Value, name: str) -> Value | None:
+    """What ``pathlib`` tells of a path by its text alone."""
+    if name == "parents":
+        return Value("path", value.labels, "parents", value.known)
+    if name in ("parent", "name", "stem", "suffix"):
+        known = combined(lambda text: str(getattr(PurePath(text), name)), value.known)
+        return Value("path" if name == "parent" else "scalar", value.labels, known=known)
+    return None

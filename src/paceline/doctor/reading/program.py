@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from paceline.doctor.reading.knowledge import LIBRARIES
 from paceline.doctor.reading.values import Value
 
 __all__ = ["Module", "Program", "parsed"]
 
 MAX_FILES: Final = 60
 MAX_BYTES: Final = 2_000_000
+MAX_ROOTS: Final = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +28,8 @@ class Module:
         name: dotted, as it is imported; ``__main__`` of the script.
         names: what its top level binds.
         is_package: whether it is an ``__init__.py``.
+        package: dotted, that relative imports start from.
+        stars: modules that it imports everything from, and that cannot be read.
     """
 
     name: str
@@ -33,6 +37,8 @@ class Module:
     tree: ast.Module
     is_package: bool = False
     names: dict[str, Value] = field(default_factory=dict)
+    package: tuple[str, ...] = ()
+    stars: list[str] = field(default_factory=list)
 
 
 def parsed(path: Path) -> ast.Module:
@@ -64,10 +70,20 @@ class Program:
     """The script and the files beside it that it imports."""
 
     def __init__(self, script: Path) -> None:
-        self.root = script.parent
-        self.main = Module("__main__", script, parsed(script))
+        package, above = _package(script)
+        self.main = Module("__main__", script, parsed(script), package=package)
+        self.roots = [script.parent]
+        self.last = Path.cwd()
         self.modules: dict[str, Module] = {}
         self.notes: list[str] = []
+        self.search(above, first=False)
+
+    def search(self, folder: Path, *, first: bool) -> None:
+        """Looks for modules there, too."""
+        if not self.main.path.is_absolute() and folder.is_relative_to(self.last):
+            folder = folder.relative_to(self.last)  # findings name files as the user names the script
+        if folder not in self.roots and len(self.roots) < MAX_ROOTS:
+            self.roots.insert(0 if first else len(self.roots), folder)
 
     def find(self, name: str) -> Module | None:
         """The local file of a dotted name; ``None`` if there is none, or if it cannot be read."""
@@ -75,16 +91,34 @@ class Program:
             return self.modules[name]
         if len(self.modules) >= MAX_FILES or not all(part.isidentifier() for part in name.split(".")):
             return None
-        base = self.root.joinpath(*name.split("."))
+        roots = [*self.roots]
+        if name.split(".")[0] not in LIBRARIES and self.last in self.main.path.absolute().parents:
+            roots.append(self.last)  # `python -m package.train` looks in the working directory
+        for root in roots:
+            if (module := self._at(root.joinpath(*name.split(".")), name)) is not None:
+                self.modules[name] = module
+                return module
+        return None
+
+    def _at(self, base: Path, name: str) -> Module | None:
+        parts = tuple(name.split("."))
         for path, is_package in ((base / "__init__.py", True), (base.with_name(base.name + ".py"), False)):
             if path.is_file():
                 try:
-                    self.modules[name] = Module(name, path, parsed(path), is_package)
+                    return Module(name, path, parsed(path), is_package, package=parts if is_package else parts[:-1])
                 except ValueError as error:
                     self.notes.append(f"{error}; what it defines is unknown")
                     return None
-                return self.modules[name]
         if base.is_dir() and any(base.glob("*.py")):  # a package without __init__.py
-            self.modules[name] = Module(name, base, ast.Module([], []), is_package=True)
-            return self.modules[name]
+            return Module(name, base, ast.Module([], []), is_package=True, package=parts)
         return None
+
+
+def _package(script: Path) -> tuple[tuple[str, ...], Path]:
+    """The package that a script lies in, and the folder that holds its top: `python -m` starts it from there."""
+    parts: list[str] = []
+    folder = script.absolute().parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return tuple(parts), folder if parts else script.parent

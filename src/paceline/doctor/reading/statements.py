@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Final
 
 from paceline.doctor.reading.definitions import Definitions
-from paceline.doctor.reading.machine import Class, Flow, Scope
+from paceline.doctor.reading.machine import Class, Flow, Started
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
 from paceline.doctor.reading.trace import Loop
-from paceline.doctor.reading.values import NONE, Value, combined, constant, labels_of
+from paceline.doctor.reading.values import NONE, Value, combined, constant, tested
 
 __all__ = ["Reader"]
 
@@ -27,7 +27,7 @@ class Reader(Definitions):
     def walk(self) -> None:
         """The whole script."""
         self.program.main.names["__name__"] = constant("__main__")
-        self.program.main.names["__file__"] = Value("scalar")
+        self.program.main.names["__file__"] = constant(str(self.program.main.path))
         self.execute(self.program.main.tree.body)
 
     def execute(self, body: list[ast.stmt]) -> Flow:
@@ -36,9 +36,8 @@ class Reader(Definitions):
         self._blocks += 1
         try:
             for statement in body:
-                if self.steps_left <= 0:
+                if not self.spend():
                     return None
-                self.steps_left -= 1
                 method = getattr(self, f"_do_{type(statement).__name__.lower()}", None)
                 if method is not None and (flow := method(statement)) is not None:
                     ended: Flow = flow
@@ -97,7 +96,7 @@ class Reader(Definitions):
         if not cases:
             return None
         first, *rest = cases
-        test = Value("unknown", labels_of((subject,)))
+        test = Value("unknown", tested((subject,)))
         if isinstance(first.pattern, ast.MatchValue):
             value = self.evaluate(first.pattern.value)
             known = combined(operator.eq, subject.known, value.known)
@@ -171,9 +170,9 @@ class Reader(Definitions):
             finally:
                 self.frames.pop()
 
-        code, scope = lazy.code
+        code = lazy.code.function
         if sum(frame.code is code.node for frame in self.frames) < 2:
-            self._run(code, Scope(dict(scope.names), scope.module, scope.parent), body)
+            self._run(code, lazy.code.fresh(), body)
         return None
 
     def _do_while(self, node: ast.While) -> Flow:
@@ -247,7 +246,7 @@ class Reader(Definitions):
         first, *rest = items
         value = self.evaluate(first.context_expr)
         flow: Flow = None
-        if value.kind == "lazy" and isinstance(value.code, tuple):
+        if value.kind == "lazy" and isinstance(value.code, Started):
             ends: list[Flow] = []
             outer = self.frame
 
@@ -260,8 +259,7 @@ class Reader(Definitions):
                 finally:
                     self.frames.pop()
 
-            code, scope = value.code
-            self._run(code, scope, body)
+            self._run(value.code.function, value.code.fresh(), body)
             return ends[0] if ends else self._enter(rest, node)
         entered = value
         if isinstance(value.code, Class) and (method := method_of(value, "__enter__")) is not None:
@@ -277,12 +275,8 @@ class Reader(Definitions):
             self.call(bound(method, value), [NONE, NONE, NONE], {}, node)
         return flow
 
-    # --- definitions
-
-    # --- imports
-
 
 def _lazy(over: Value) -> Value | None:
     """The script's own generator that a loop goes through."""
     inner = over.fields["of"] if over.kind == "enumerate" else over
-    return inner if inner.kind == "lazy" and isinstance(inner.code, tuple) else None
+    return inner if inner.kind == "lazy" and isinstance(inner.code, Started) else None

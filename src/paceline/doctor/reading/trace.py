@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from paceline.doctor.reading.values import RANKS, STEPS, Value
 
-__all__ = ["Call", "Condition", "Event", "Loop", "Trace"]
+__all__ = ["MAX_NESTED", "Call", "Condition", "Event", "Loop", "Trace"]
+
+MAX_NESTED: Final = 8
+"""How deeply `and`, `or` and `not` are looked into: a condition that is made of itself in a loop nests for ever."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,15 +48,7 @@ class Condition:
     @property
     def ranks(self) -> frozenset[int]:
         """Where it may hold; of ``step % 10 == 0 and rank == 0`` each part tells, whichever iteration it is."""
-        parts = [Condition(part, self.holds, self.line) for part in self.value.items or ()]
-        match self.value.name, parts:
-            case "not", [inner]:
-                return Condition(inner.value, not self.holds, self.line).ranks
-            case (("and" | "or" as name), [_, *_]) if (name == "and") is self.holds:
-                return frozenset.intersection(*(part.ranks for part in parts))
-            case "and" | "or", [_, *_]:
-                return frozenset.union(*(part.ranks for part in parts))
-        return frozenset(rank for rank in range(RANKS) if self.value.truth(rank) is not (not self.holds))
+        return _ranks(self.value, self.holds, MAX_NESTED)
 
     def at(self, rank: int, step: int) -> bool | None:
         """Whether it holds in that iteration; ``None``: not known."""
@@ -59,6 +56,19 @@ class Condition:
             return None
         point = self.value.known.at(rank, step)
         return bool(point) is self.holds if isinstance(point, bool | int | float | str | None) else None
+
+
+def _ranks(value: Value, holds: bool, depth: int) -> frozenset[int]:
+    """Where a value may be true, or false."""
+    parts = value.items or [] if depth else []
+    match value.name, parts:
+        case "not", [inner]:
+            return _ranks(inner, not holds, depth - 1)
+        case (("and" | "or" as name), [_, *_]) if (name == "and") is holds:
+            return frozenset.intersection(*(_ranks(part, holds, depth - 1) for part in parts))
+        case "and" | "or", [_, *_]:
+            return frozenset.union(*(_ranks(part, holds, depth - 1) for part in parts))
+    return frozenset(rank for rank in range(RANKS) if value.truth(rank) is not (not holds))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,8 +142,8 @@ class Event:
 
     @property
     def everywhere(self) -> bool:
-        """Whether nothing that depends on the rank keeps one away."""
-        return not any("rank" in condition.value.labels for condition in self.under)
+        """Whether nothing keeps one away that depends on the rank, or may."""
+        return not any(condition.value.labels & {"rank", "partly"} for condition in self.under)
 
     @property
     def on_some_ranks(self) -> bool:
@@ -159,12 +169,14 @@ class Trace:
         names: full dotted names of APIs that the script looks up.
         variables: environment variables that it reads.
         reads: by identity of a module its fields that a forward looked at, and whether it always does.
+        until_s: when, by the monotonic clock, there is no more time for questions; ``None``: never.
     """
 
     events: list[Event] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
     reads: dict[int, dict[str, bool]] = field(default_factory=dict)
+    until_s: float | None = None
     _kept: dict[int, Value] = field(default_factory=dict)
 
     def identity(self, value: Value) -> int:
@@ -173,6 +185,13 @@ class Trace:
         return id(value)
 
     def of(self, *roles: str) -> Iterator[Event]:
+        """Events of these roles, in order.
+
+        Raises:
+            TimeoutError: rules have asked for too long: a trace may hold tens of thousands of events.
+        """
+        if self.until_s is not None and time.monotonic() > self.until_s:
+            raise TimeoutError("too much to look at")
         return (event for event in self.events if event.role in roles)
 
     def any(self, *roles: str) -> bool:

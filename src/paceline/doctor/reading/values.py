@@ -3,8 +3,9 @@
 Nothing is run, so a `Value` stands for whatever the script would hold there. Three things are known of it:
 
 * its **kind**: a sampler, a loader, a module, a DDP wrapper, a tensor, a function of the script, ...;
-* its **labels**: what went into it. Those in `VARYING` make it differ between ranks; reducing or broadcasting it takes
-  them away;
+* its **labels**: what went into it, how it was computed, how well it is known. What becomes of them in something
+  that is made of the value depends on their nature: `NATURES` says how, and `labels_of`, `tested`, `carried` and
+  `part_labels` are the ways by which labels go from one value to another;
 * where it is a number, a string, a truth value or ``None``: what exactly, on each of `RANKS` ranks and, for a counter,
   in each of the first `STEPS` iterations of its loop (`Known`).
 """
@@ -16,7 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 __all__ = [
+    "FACTORS",
     "LABELS",
+    "MAX_ITEMS",
+    "NATURES",
     "NONE",
     "RANKS",
     "STEPS",
@@ -24,67 +28,110 @@ __all__ = [
     "VARYING",
     "Known",
     "Value",
+    "bounded",
+    "carried",
     "combined",
     "constant",
+    "detached",
     "joined",
     "labelled",
     "labels_of",
+    "part_labels",
     "picked",
+    "tested",
     "words",
 ]
 
 RANKS: Final = 2
 STEPS: Final = 48
+MAX_ITEMS: Final = 256
+"""How many elements of a list are told apart: ``a = a + a`` in a loop must not grow for ever."""
 
-LABELS: Final = {
-    "rank": "some rank's number, global or local",
-    "local_rank": "the rank on its machine",
-    "global_rank": "the rank among all",
-    "data": "samples that only this rank sees",
-    "rng": "random numbers that each rank draws for itself",
-    "clock": "the time, or this process's own name, number or temporary folder",
-    "world": "the number of ranks",
-    "environment": "a variable that the launcher sets",
-    "config": "the command line",
-    "devices": "the number of GPUs",
-    "modulo-devices": "a remainder by that",
-    "cores": "the number of CPU cores",
-    "shard": "a share of a data set that is dealt out to ranks",
-    "reduced": "what ranks have agreed on since",
-    "gathered": "what `all_gather` gave of something that had a gradient",
-    "graph": "a forward that records its graph",
-    "eval": "a forward under `no_grad`",
-    "gradient": "gradients",
-    "mean": "an average over the batch",
-    "mean-of-some": "an average over what is not ignored",
-    "own-mean": "a sum over this rank's own count",
-    "sum": "a sum",
-    "count": "a sum of something without gradient",
-    "divided": "a loss that was divided or scaled",
-    "times-world": "a loss times the world size",
-    "divided-by-world": "a loss by the world size",
-    "over-global-count": "divided by what was reduced",
-    "counter": "something that is another one each time round",
-    "every-nth": "a remainder of a counter",
-    "size": "a length or shape",
-    "own-size": "a selection whose length depends on the values",
-    "unique": "`unique`: the same",
-    "listing": "the order in which a file system lists",
-    "hash-order": "the order of a set",
-    "shuffled": "a shuffle",
-    "drawn-apart": "a split that each rank draws for itself",
-    "worker": "the number of a loader's worker",
-    "worker-seed": "the seed that torch gives a loader's worker",
-    "exception": "whether something was raised",
-    "escaped": "handed to a library that is not known",
-    "some": "a list of which not every element is known",
-    "open": "a dict of which not every key is known",
+NATURES: Final[dict[str, dict[str, str]]] = {
+    # It is not the same on all ranks. Goes over into whatever is computed of it; but of an object of which only some
+    # part differs, an unknown part is unknown, not different: see `part_labels`.
+    "varies": {
+        "rank": "some rank's number, global or local",
+        "local_rank": "the rank on its machine",
+        "global_rank": "the rank among all",
+        "data": "samples that only this rank sees",
+        "rng": "random numbers that each rank draws for itself",
+        "clock": "the time, or this process's own name, number or temporary folder",
+    },
+    # It may or may not be what a rule looks for: neither "differs" nor "is the same" can be said of it. Goes over.
+    "doubt": {
+        "partly": "something of which some part differs between ranks",
+        "escaped": "handed to a library that is not known",
+    },
+    # It is made of that. Goes over into what is computed of it.
+    "origin": {
+        "world": "the number of ranks",
+        "environment": "a variable that the launcher sets",
+        "config": "the command line",
+        "devices": "the number of GPUs",
+        "modulo-devices": "a remainder by that",
+        "cores": "the number of CPU cores",
+        "shard": "a share of a data set that is dealt out to ranks",
+        "reduced": "what ranks have agreed on since",
+        "eval": "a forward under `no_grad`",
+        "gradient": "gradients",
+        "counter": "something that is another one each time round",
+        "every-nth": "a remainder of a counter",
+        "size": "a length or shape",
+        "own-size": "a selection whose length depends on the values",
+        "unique": "`unique`: the same",
+        "listing": "the order in which a file system lists",
+        "hash-order": "the order of a set",
+        "shuffled": "a shuffle",
+        "drawn-apart": "a split that each rank draws for itself",
+        "worker": "the number of a loader's worker",
+        "worker-seed": "the seed that torch gives a loader's worker",
+        "exception": "whether something was raised",
+    },
+    # A backward through it reaches something. Goes over as origin does, until it is detached: a truth, a text or a
+    # number of Python has none. So do ``forward:N`` and ``part:N``.
+    "graph": {
+        "graph": "a forward that records its graph",
+        "gathered": "what `all_gather` gave of something that had a gradient",
+    },
+    # How it was computed, as a loss is. Goes over, but not into a truth or a text.
+    "weighting": {
+        "mean": "an average over the batch",
+        "mean-of-some": "an average over what is not ignored",
+        "own-mean": "a sum over this rank's own count",
+        "sum": "a sum",
+        "count": "a sum of something without gradient",
+        "divided": "a loss that was divided or scaled",
+        "times-world": "a loss times the world size",
+        "divided-by-world": "a loss by the world size",
+        "over-global-count": "divided by what was reduced",
+    },
+    # What it is proportional to. Only products and quotients pass it on: see `meaning`.
+    "factor": {
+        "world-multiple": "proportional to the number of ranks",
+        "world-share": "inversely so",
+    },
+    # Said of this very object, and of nothing that is made of it.
+    "own": {
+        "drawn": "weights that each rank draws for itself",
+        "some": "a list of which not every element is known",
+        "open": "a dict of which not every key is known",
+        "maybe": "a buffer that is there under an open condition only",
+    },
 }
-"""What a value may be made of. Besides: ``forward:N``, the result of that event; ``part:N``, of that part of a model;
-``count-of-loader``, ``count-of-dataset``, ``count-of-shard``, ...: the length of such a thing."""
+"""Labels by what becomes of them. Besides: ``forward:N``, the result of that event; ``part:N``, of that part of a
+model; ``count-of-loader``, ``count-of-dataset``, ``count-of-shard``, ...: the length of such a thing."""
 
-VARYING: Final = frozenset({"rank", "local_rank", "global_rank", "data", "rng", "clock"})
+LABELS: Final = {label: told for nature in NATURES.values() for label, told in nature.items()}
+
+VARYING: Final = frozenset(NATURES["varies"])
 """Labels of what is not the same on all ranks."""
+
+FACTORS: Final = frozenset(NATURES["factor"])
+
+_STAYS: Final = FACTORS | frozenset(NATURES["own"])
+_GRAPH: Final = frozenset(NATURES["graph"])
+_WEIGHTING: Final = frozenset(NATURES["weighting"])
 
 
 def words(text: str) -> frozenset[str]:
@@ -134,7 +181,8 @@ class Known:
 
 
 def combined(function: Callable[..., Any], *operands: Known | None) -> Known | None:
-    """``function`` of the operands, point by point; what raises is unknown there. ``None``: known nowhere.
+    """``function`` of the operands, point by point; what raises, or is too large, is unknown there. ``None``: known
+    nowhere.
 
     >>> combined(lambda a, b: a + b, Known((10,)), Known((0, 1))).points
     (10, 11)
@@ -153,12 +201,37 @@ def combined(function: Callable[..., Any], *operands: Known | None) -> Known | N
 
 
 def _applied(function: Callable[..., Any], arguments: list[Any]) -> Any:
-    if any(argument is UNKNOWN for argument in arguments):
+    if any(argument is UNKNOWN for argument in arguments) or not _is_small(arguments):
         return UNKNOWN
     try:
-        return function(*arguments)
+        result = function(*arguments)
     except Exception:
         return UNKNOWN
+    return result if _is_small([result]) else UNKNOWN
+
+
+_INTEGER, _TEXT, _PARTS = 2**64, 4096, 512
+"""No count, seed or path of a training script is longer; a script that squares a number in a loop may be read too."""
+
+
+def _is_small(values: list[Any]) -> bool:
+    """Whether these take little memory and time, with all that tuples among them hold."""
+    left, stack = _PARTS, list(values)
+    while stack:
+        value, left = stack.pop(), left - 1
+        if left < 0:
+            return False
+        if isinstance(value, int):
+            if abs(value) >= _INTEGER:
+                return False
+        elif isinstance(value, str | bytes):
+            if len(value) > _TEXT:
+                return False
+        elif isinstance(value, tuple | list):
+            if len(value) > left:
+                return False
+            stack += value
+    return True
 
 
 @dataclass(eq=False, slots=True)
@@ -198,6 +271,11 @@ class Value:
     def varies(self) -> bool:
         """Whether it is not the same on all ranks."""
         return not VARYING.isdisjoint(self.labels)
+
+    @property
+    def may_vary(self) -> bool:
+        """Whether it cannot be said to be the same on all ranks: it varies, or some part of it does."""
+        return self.varies or "partly" in self.labels
 
     @property
     def is_none(self) -> bool:
@@ -247,6 +325,12 @@ _TRUE = words(
     "parser namespace context python_module"
 )
 _OBJECTS = _TRUE | {"dataset", "stream", "list", "tuple", "dict", "parameters", "state_dict", "lazy", "partial"}
+_OF_PARTS = _TRUE - {"device", "generator", "function"} | {"dict", "dataset", "stream"}
+"""Objects that hold all sorts of things, of which each may differ between ranks or not."""
+_OF_ONE_PIECE = words(
+    "scalar tensor loaded batch parameter grad buffer path device generator size list tuple set bound slice"
+)
+"""What is the same everywhere, or nowhere."""
 
 
 def constant(value: Any, labels: Iterable[str] = ()) -> Value:
@@ -257,15 +341,60 @@ def constant(value: Any, labels: Iterable[str] = ()) -> Value:
 NONE: Final = constant(None)
 
 
+# --- how labels go over into something else
+
+
 def labels_of(values: Iterable[Value], depth: int = 4) -> frozenset[str]:
-    """Everything that went into these values, and into what lists and dicts among them hold."""
+    """What goes over into a tensor or number that is computed of these, and of what lists and dicts among them hold."""
     found: set[str] = set()
+    seen: set[int] = set()
+    level = list(values)
+    while level and depth >= 0:
+        inner: list[Value] = []
+        for value in level:
+            found |= value.labels
+            if (value.kind in ("list", "tuple", "dict") or value.options) and id(value) not in seen:
+                seen.add(id(value))
+                held = value.fields.values() if value.kind == "dict" else ()
+                inner += [*(value.items or ()), *value.options, *held][:64]
+        level, depth = inner, depth - 1
+    return frozenset(found) - _STAYS
+
+
+def detached(labels: frozenset[str]) -> frozenset[str]:
+    """Of something without a gradient: no backward goes from there to any forward."""
+    return frozenset(label for label in labels if label not in _GRAPH and not label.startswith(("forward:", "part:")))
+
+
+def tested(values: Iterable[Value]) -> frozenset[str]:
+    """What goes over into a truth or a text that is made of these."""
+    return detached(labels_of(values)) - _WEIGHTING - {"gradient"}
+
+
+def carried(values: Iterable[Value]) -> frozenset[str]:
+    """What goes over into the result of a call of which nothing is known. A number or tensor makes it what it is; of an
+    object it may have taken this part or that."""
+    found: frozenset[str] = frozenset()
     for value in values:
-        found |= value.labels
-        if depth and (value.kind in ("list", "tuple", "dict") or value.options):
-            inner = [*(value.items or ()), *value.options, *(value.fields.values() if value.kind == "dict" else ())]
-            found |= labels_of(inner[:64], depth - 1)
-    return frozenset(found)
+        if value.kind in _OF_PARTS:
+            held = [part for name, part in value.fields.items() if name != "__class__"]
+            found |= _doubted(labels_of([value, *held[:64]])) | (value.labels & {"escaped"})
+        else:
+            found |= labels_of((value,))
+    return found
+
+
+def part_labels(value: Value) -> frozenset[str]:
+    """What an attribute or element that is not known is made of: of a tensor, all that it is made of; but of an object
+    of which some part differs between ranks nobody knows whether it is this one."""
+    labels = labels_of((value,))
+    if value.kind in _OF_PARTS:
+        return _doubted(labels)
+    return labels if value.kind in _OF_ONE_PIECE else _doubted(labels, VARYING - {"data"})
+
+
+def _doubted(labels: frozenset[str], which: frozenset[str] = VARYING) -> frozenset[str]:
+    return labels - which | {"partly"} if labels & which else labels
 
 
 def labelled(value: Value, labels: frozenset[str]) -> Value:
@@ -275,6 +404,9 @@ def labelled(value: Value, labels: frozenset[str]) -> Value:
     return Value(
         value.kind, value.labels | labels, value.name, value.known, value.fields, value.items, length=value.length
     )
+
+
+# --- choices
 
 
 def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
@@ -288,29 +420,42 @@ def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
     if len(options) == 1:
         return options[0]
     first = options[0]
+    made_of = labels_of(options) | (frozenset.intersection(*(option.labels for option in options)) & FACTORS)
     if first.known is not None and all(option.known == first.known for option in options):
-        return Value("scalar", labels_of(options), known=first.known)
-    all_labels = labels_of(options) | extra
+        return Value("scalar", made_of, known=first.known)
+    all_labels = made_of | extra
+    test = {"test": Value(labels=extra)}
     texts = all(isinstance(option.only, str) for option in options)
     if texts or any(option.kind in _OBJECTS for option in options):
-        return Value("either", all_labels, options=tuple(options[:6]))
+        return Value("either", all_labels, options=tuple(options[:6]), fields=test)
     kinds = {option.kind for option in options if not option.is_none}
     kind = kinds.pop() if len(kinds) == 1 else "unknown"
     fields = {name: child for option in reversed(options) for name, child in option.fields.items()}
+    if any(option.is_none for option in options):
+        fields |= test  # `is None` asks for it
     return Value("unknown" if kind == "scalar" else kind, all_labels, fields=fields)
 
 
-def picked(choice: Value, true: Value, false: Value) -> Value:
+def picked(choice: Value, true: Value, false: Value, depth: int = 4) -> Value:
     """``true`` on ranks where ``choice`` is true, ``false`` on the others."""
+    if true is false:
+        return true
     truths = [choice.truth(rank) for rank in range(RANKS)]
-    if true.items and false.items and true.kind == false.kind == "tuple" and len(true.items) == len(false.items):
+    if (
+        depth
+        and true.items
+        and false.items
+        and true.kind == false.kind == "tuple"
+        and len(true.items) == len(false.items)
+    ):
         pairs = zip(true.items, false.items, strict=True)
-        return Value("tuple", items=[picked(choice, one, other) for one, other in pairs], length=true.length)
+        return Value("tuple", items=[picked(choice, one, other, depth - 1) for one, other in pairs], length=true.length)
     loopless = all(value.known is not None and value.known.loop is None for value in (true, false))
     if loopless and None not in truths and true.known and false.known:
         points = tuple((true if truth else false).known.at(rank) for rank, truth in enumerate(truths))  # type: ignore[union-attr]
         assumed = choice.known is not None and choice.known.assumed
-        return Value("scalar", true.labels | false.labels | choice.labels, known=Known(points, None, assumed))
+        labels = labels_of((true, false, choice)) | (true.labels & false.labels & FACTORS)
+        return Value("scalar", labels, known=Known(points, None, assumed))
     known = None
     if choice.known is not None and choice.known.loop is not None:
         known = combined(lambda c, a, b: a if c else b, choice.known, true.known, false.known)
@@ -326,3 +471,8 @@ def picked(choice: Value, true: Value, false: Value) -> Value:
         if known is not None:
             either.kind = "scalar"
     return either
+
+
+def bounded(items: list[Value]) -> tuple[list[Value], bool]:
+    """As many of these as are told apart, and whether these are all."""
+    return items[:MAX_ITEMS], len(items) <= MAX_ITEMS
