@@ -66,7 +66,8 @@ MAY_IMPORT = {
     "evaluation": "config data determinism lanes metrics team",
     "run": "errors config env faults lanes link events callsite determinism signals worker member membership agreement "
     "data evaluation metrics saving loop standing step tracked",
-    "planning": "errors callsite config data determinism lanes memory mistakes optim parsing reduction sizes tasks",
+    "planning": "errors callsite config data determinism lanes memory mistakes optim parsing progress reduction sizes "
+    "tasks",
     "train": "errors config determinism env events memory run_dir parsing planning optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
     "verify": "errors config env events faults run_dir parsing checkpoint",

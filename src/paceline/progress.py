@@ -1,6 +1,7 @@
-"""Sinks that show a run: a live display on a terminal, plain lines elsewhere, TensorBoard.
+"""What shows people how far things are: sinks of a run (a live display, plain lines, TensorBoard), bytes, a long wait.
 
-Only worker 0 has them. None has a thread of its own or touches the run; one that fails is dropped by the `EventLog`.
+Of the workers only worker 0 has sinks. None of these has a thread of its own or touches the run; one that fails is
+dropped by the `EventLog`.
 """
 
 from __future__ import annotations
@@ -8,19 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 from rich.text import Text
 
 from paceline.events import warn
 
-__all__ = ["Progress", "TensorBoard", "bytes_progress"]
+__all__ = ["Progress", "Tell", "TensorBoard", "bytes_progress", "waiting"]
 
 _SPEEDS = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 _NOT_METRICS = {"time", "event", "step", "seconds"}
@@ -217,6 +228,57 @@ def bytes_progress(what: str, stream: TextIO | None = None) -> Iterator[Callable
             print(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=console.file, flush=True)
 
     yield tell
+
+
+Tell = Callable[[str], None]
+"""Says what is done from now on."""
+
+_LIVE_S = 0.5
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, *, patience_s: float = 2.0, every_s: float = 10.0, stream: TextIO | None = None
+) -> Iterator[Tell]:
+    """A display of what is done, and for how long. Whoever waits less than ``patience_s`` sees nothing of it.
+
+    A thread of its own shows it, so that time moves on whatever the work is in.
+
+    Args:
+        what: the words in front.
+        every_s: between plain lines; a terminal is kept up to date.
+        stream: where to; default standard error.
+    """
+    console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+    live = console.is_terminal and not console.is_dumb_terminal
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    begun, doing, ended = time.monotonic(), "", threading.Event()
+
+    def tell(now: str) -> None:
+        nonlocal doing
+        doing = now
+
+    def show() -> None:
+        if ended.wait(patience_s):
+            return
+        if not live:
+            told = True
+            while told:
+                print(f"{what}: {doing}, {time.monotonic() - begun:.0f} s", file=console.file, flush=True)
+                told = not ended.wait(every_s)
+            return
+        with Bar(*columns, console=console, transient=True) as line:
+            task = line.add_task(what)
+            while not ended.wait(_LIVE_S):
+                line.update(task, description=f"{what}: {doing}")
+
+    thread = threading.Thread(target=show, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _short(number: float) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.doctor.watching import Watched, watch
+from paceline.doctor.watching import Limits, Watched, watch
 
 COMPUTES = """
 import argparse, hashlib, json, os, random
@@ -94,7 +94,7 @@ def write(source: str, name: str = "train.py") -> Path:
 
 def watched(source: str, *arguments: str, steps: int = 20, timeout_s: float = 120.0) -> tuple[Watched, float]:
     began_s = time.monotonic()
-    told = watch(write(source), arguments, workers=2, steps=steps, timeout_s=timeout_s, in_place=False)
+    told = watch(write(source), arguments, Limits(steps=steps, timeout_s=timeout_s))
     return told, time.monotonic() - began_s
 
 
@@ -103,7 +103,7 @@ def test_a_script_computes_what_it_does_without_the_doctor(tmp_path: Path) -> No
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     plain = [*launch, str(script), "--into", str(tmp_path / "plain")]
     subprocess.run(plain, check=True, timeout=120, capture_output=True)
-    told = watch(script, ["--into", str(tmp_path / "watched")], workers=2, steps=100, timeout_s=120, in_place=False)
+    told = watch(script, ["--into", str(tmp_path / "watched")], Limits(steps=100, timeout_s=120))
     for rank in (0, 1):
         files = [tmp_path / f"{name}-{rank}" for name in ("plain", "watched")]
         without, under = (json.loads(file.read_text()) for file in files)
@@ -163,7 +163,7 @@ def test_a_script_is_ended_after_enough_steps_and_tells_how_far_it_is() -> None:
         + "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         + "while True:\n    model(torch.ones(4, 2)).sum().backward()\n    optimizer.step()\n    print('done')\n"
     )
-    told = watch(write(source), [], workers=2, steps=5, timeout_s=120, in_place=False, tell=heard.append)
+    told = watch(write(source), [], Limits(steps=5, timeout_s=120), tell=heard.append)
     assert heard[0] == "starting 2 workers"
     assert heard[-1] == "step 5 of 5"
     assert len(told.printed) == 2
@@ -232,8 +232,8 @@ def test_nobody_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, 
         [
             sys.executable,
             "-c",
-            "from pathlib import Path; from paceline.doctor.watching import watch;"
-            f"watch(Path('train.py'), [{str(pids)!r}], workers=2, steps=1, timeout_s=300, in_place=False)",
+            "from pathlib import Path; from paceline.doctor.watching import Limits, watch;"
+            f"watch(Path('train.py'), [{str(pids)!r}], Limits(steps=1, timeout_s=300))",
         ],
         stderr=subprocess.DEVNULL,
     )

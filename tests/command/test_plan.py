@@ -16,7 +16,7 @@ import psutil
 import pytest
 from driving import DEADLINE_S, Ended, paceline, result, start, write_tiny
 
-from paceline.planning.waiting import waiting
+from paceline.progress import waiting
 
 PUBLISHED = {
     "Llama 2 7B": (6_738_415_616, {"vocabulary": 32000, "width": 4096, "layers": 32, "heads": 32, "hidden": 11008}),

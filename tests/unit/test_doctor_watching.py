@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from paceline.doctor.causes import unexplained
-from paceline.doctor.findings import Finding
 from paceline.doctor.rules import RULES
-from paceline.doctor.watching.judging import cleared, judge, notes
+from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.probe.hooking import Call, Hooked, install
 from paceline.doctor.watching.probe.recorder import Recorder
-from paceline.doctor.watching.records import BOUND_BYTES, KINDS, Account, Place, Record, Run, Stopped, pack
+from paceline.doctor.watching.records import BOUND_BYTES, Account, Place, Run, pack
 from paceline.doctor.watching.scratch import Scratch
 from paceline.doctor.watching.sources import conditions, is_of_rank, loops_around, names_gpus
+from told import ids, seen, two
 
 SCRIPT = """
 import torch.distributed as dist
@@ -47,52 +46,11 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-class Told:
-    """Records of one rank, in order."""
-
-    def __init__(self, rank: int, path: Path) -> None:
-        self.account, self._path = Account(rank=rank), path
-
-    def tell(self, kind: str, line: int = 1, *, over: bool = True, syncs: int = 0, **facts: Any) -> Told:
-        assert kind in KINDS
-        number = len(self.account.records)
-        self.account.records.append(
-            Record(
-                kind=kind,
-                rank=self.account.rank,
-                number=number,
-                at_s=float(number),
-                places=(Place(str(self._path), line),),
-                syncs=syncs,
-                facts=facts,
-                ended_s=number + 0.5 if over else None,
-            )
-        )
-        return self
-
-    def meets(self, op: str, line: int, *, over: bool = True) -> Told:
-        return self.tell("collective", line, over=over, op=op, ranks=[0, 1], shape=[1], dtype="float32")
-
-    def goes(self, line: int, *, over: bool = True, synced: str = "synced") -> Told:
-        """Forward and backward."""
-        self.tell("forward", line, grad=True, communicates=False, ddp=0, training=True, batch=4)
-        told: dict[str, Any] = {"reached": [[0, synced]]} if over else {}
-        return self.tell("backward", line, over=over, roots=[], **told)
-
-
-def two(path: Path) -> tuple[Told, Told]:
-    return Told(0, path).tell("init"), Told(1, path).tell("init")
-
-
-def ids(*told: Told, stopped: Stopped = "hang") -> list[str]:
-    return [finding.id for finding in judge(Run(accounts=[one.account for one in told], stopped=stopped))]
-
-
 def test_a_collective_of_one_rank_is_named_with_its_condition(script: Path) -> None:
     zero, one = two(script)
     zero.goes(5).meets("all_reduce", 7, over=False)
     one.goes(5).goes(5, over=False)
-    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
+    (finding,) = seen(zero, one)
     assert (finding.id, finding.line) == ("rank-conditional-collective", 7)
     assert "if chief" in finding.message
     assert "rank 1 is at backward (train.py:5)" in finding.evidence
@@ -109,7 +67,7 @@ def test_who_leaves_a_loop_by_break_has_stopped_early(script: Path) -> None:
     zero, one = two(script)
     zero.goes(5).goes(5).goes(5, over=False)
     one.goes(5).goes(5).meets("barrier", 15, over=False)
-    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
+    (finding,) = seen(zero, one)
     assert (finding.id, finding.line) == ("rank-local-early-stop", 9)
     assert "rank 1 leaves the loop at `if worse > 3`" in finding.message
 
@@ -120,7 +78,7 @@ def test_who_leaves_a_loop_that_has_no_break_had_fewer_batches(tmp_path: Path) -
     zero, one = two(script)
     zero.goes(2).goes(2).goes(2, over=False)
     one.goes(2).goes(2).meets("barrier", 3, over=False)
-    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="hang"))
+    (finding,) = seen(zero, one)
     assert (finding.id, finding.line) == ("uneven-inputs", 1)
     assert "rank 1 had 2 batches, rank 0 at least 3" in finding.evidence
 
@@ -142,7 +100,7 @@ def test_who_leaves_the_loop_around_whole_passes_has_stopped_early(tmp_path: Pat
             if epoch < 1:
                 told.tell("pass-end", 2, loader=0)
     ranks[1].meets("barrier", 6, over=False)
-    (finding,) = judge(Run(accounts=[told.account for told in ranks], stopped="hang"))
+    (finding,) = seen(*ranks)
     assert (finding.id, finding.line) == ("rank-local-early-stop", 5)
 
 
@@ -171,16 +129,6 @@ def test_samples_that_come_to_two_ranks_under_other_numbers(case: str, script: P
     assert ("dataset-order-differs" in ids(*ranks, stopped="ended")) is differs
 
 
-def test_what_explains_a_finding_counts_in_either_pass() -> None:
-    def of(rule: str, seen: Any, severity: Any = None) -> Finding:
-        return Finding(id=rule, path="train.py", line=1, message="", seen=seen, severity=severity)
-
-    diverged = of("replicas-diverged", "run")
-    bypassed = of("ddp-forward-bypassed", "source")
-    assert unexplained([diverged, bypassed]) == [bypassed]
-    assert unexplained([diverged, of("not-distributed", "source", "advice")])[0] is diverged
-
-
 def test_a_rank_that_goes_forward_twice_has_skipped(script: Path) -> None:
     zero, one = two(script)
     zero.goes(5).goes(5)
@@ -203,16 +151,27 @@ def test_what_is_cut_off_by_a_limit_is_no_parting(script: Path) -> None:
 
 
 def step(values: list[str], grads: list[str], **facts: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {"optimizer": 0, "plain": True, "values": values, "grads": grads}
-    samples = {"sample": [[float(len(value)) for value in values]], "grad_sample": [[0.0]]}
-    return {**plain, **samples, "changed": [], "unheld": [], "names": ["weight"], "in_ddp": [True], "alike": [True], **facts}
+    return {
+        "optimizer": 0,
+        "plain": True,
+        "values": values,
+        "grads": grads,
+        "changed": [],
+        "unheld": [],
+        "sample": [[float(len(value)) for value in values]],
+        "grad_sample": [[0.0]],
+        "names": ["weight"],
+        "in_ddp": [True],
+        "alike": [True],
+        **facts,
+    }
 
 
 def test_weights_that_differ_are_explained_once(script: Path) -> None:
     zero, one = two(script)
     zero.tell("optimizer", 3).goes(5).tell("step", 6, **step(["a"], ["g"]))
     one.tell("optimizer", 3).goes(5).tell("step", 6, **step(["bb"], ["g"]))
-    (finding,) = judge(Run(accounts=[zero.account, one.account], stopped="ended"))
+    (finding,) = seen(zero, one, stopped="ended")
     assert finding.id == "replicas-start-different"
     assert "differ by up to 1" in finding.evidence
 
@@ -233,23 +192,13 @@ def test_a_step_on_held_gradients_explains_what_comes_of_it(script: Path) -> Non
     assert ids(zero, one, stopped="ended") == ["unsynced-optimizer-step"]
 
 
-def test_only_what_the_run_proves_is_cleared(script: Path) -> None:
-    zero, one = two(script)
-    for told in (zero, one):
-        told.tell("sampler", 3, sampler=0, seed=0, shuffle=True).goes(5).tell("step", 6, **step(["a"], ["g"]))
-    run = Run(accounts=[zero.account, one.account], stopped="ended")
-    assert cleared(run) == {"sampler-seed-differs", "replicas-start-different"}
-    one.account.records[1].facts["seed"] = 1
-    assert cleared(run) == {"replicas-start-different"}
-
-
 def test_who_fell_silent_is_the_culprit_not_who_lost_the_connection(script: Path) -> None:
     zero, one = two(script)
     zero.tell("error", 15, type="RuntimeError", text="Connection closed by peer [127.0.0.1]:1")
     zero.account.code, zero.account.ended_s = 1, 5.0
     one.account.code, one.account.ended_s = -9, 6.0
     run = Run(accounts=[zero.account, one.account], stopped="ended")
-    assert list(notes(run)) == ["rank 1 failed first: killed by signal 9"]
+    assert judge(run).notes == ("rank 1 failed first: killed by signal 9",)
 
 
 def test_every_check_names_a_rule() -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.options import Parser
 from paceline.errors import EXIT_BAD_USAGE, EXIT_DONE, EXIT_FAILED, ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from paceline.doctor.examine import Examination
 
 __all__ = ["doctor", "doctor_parser"]
 
 _ABOUT = """\
 Finds the data-parallel mistakes in a plain PyTorch training script, made for torchrun: reads it, then runs it under a
 few workers on this machine's CPU. What stands behind `--` goes to the script. Files that it writes go to a scratch
-folder. `# paceline: ignore[ID]` on a line silences a rule there. Exit code 0: clean, or advice only; 1: something was
-found; 2: could not look."""
+folder. `# paceline: ignore[ID]` in a statement silences a rule there. Exit code 0: clean, or advice only; 1: something
+was found; 2: could not look, or the script could not be run, and reading found nothing."""
 
 
 def doctor_parser() -> Parser:
@@ -74,33 +79,45 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> int:
             )
 
     from paceline.doctor.examine import Limits, examine
+
+    def look(limits: Limits | None = None, tell: Callable[[str], None] | None = None) -> Examination:
+        return examine(script, arguments, limits=limits, select=options.select, ignore=options.ignore, tell=tell)
+
+    if options.static:
+        return _answer(script, look(), options)
+
+    from paceline.progress import waiting
+
+    limits = Limits(workers=options.workers, steps=options.steps, timeout_s=options.timeout, in_place=options.in_place)
+    told = f"running {script} in {limits.workers} workers: {limits.steps} steps, {limits.timeout_s:g} s at most"
+    print(f"paceline: {told}", file=sys.stderr, flush=True)
+    with waiting("paceline doctor") as tell:
+        seen = look(limits, tell)
+    return _answer(script, seen, options)
+
+
+def _answer(script: Path, seen: Examination, options: argparse.Namespace) -> int:
+    """Shows what was found, and gives the exit code."""
     from paceline.doctor.findings import as_json, as_text
 
-    chosen = {"select": options.select, "ignore": options.ignore}
-    if options.static:
-        seen = examine(script, arguments, **chosen)
-    else:
-        from paceline.planning.waiting import waiting
-
-        limits = Limits(
-            workers=options.workers, steps=options.steps, timeout_s=options.timeout, in_place=options.in_place
-        )
-        told = f"running {script} in {limits.workers} workers: {limits.steps} steps, {limits.timeout_s:g} s at most"
-        print(f"paceline: {told}", file=sys.stderr, flush=True)
-        with waiting("paceline doctor") as tell:
-            seen = examine(script, arguments, limits=limits, tell=tell, **chosen)
     if options.verbose:
         for rank, text in enumerate(seen.printed):
             print(f"paceline: rank {rank} printed, at last:\n{text.rstrip()}", file=sys.stderr, flush=True)
     if options.format == "json":
         print(as_json(seen.findings, seen.notes))
-    elif seen.looked:
+    elif seen.looked or seen.findings:
         print(as_text(seen.findings, seen.notes))
-    else:
-        raise ConfigError(f"cannot look at {script}", found="; ".join(seen.notes), fix="Mend that first")
-    if not seen.looked:
-        return EXIT_BAD_USAGE
-    return EXIT_FAILED if seen.sick else EXIT_DONE
+    if seen.sick:
+        return EXIT_FAILED
+    if seen.looked:
+        return EXIT_DONE
+    if options.format == "text":
+        raise ConfigError(
+            f"cannot look at {script}",
+            found=seen.cannot,
+            fix=f"Mend that first{'' if options.static else '. What the script itself needs goes behind `--`'}",
+        )
+    return EXIT_BAD_USAGE
 
 
 def _script(given: Path | None) -> Path:

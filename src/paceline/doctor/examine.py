@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.doctor.causes import unexplained
-from paceline.doctor.findings import Finding, ignored_lines, merged
+from paceline.doctor.findings import Finding, merged
+from paceline.doctor.lines import comments, statement_at
 from paceline.doctor.reading import read
-from paceline.doctor.rules import rule
-from paceline.doctor.watching import Tell, watch
+from paceline.doctor.rules import RULES, rule
+from paceline.doctor.watching import Limits, Watched, watch
 
 __all__ = ["Examination", "Limits", "examine"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much of a script is run.
-
-    Args:
-        workers: ranks to start.
-        steps: of the optimizer, on each rank; then the run is ended.
-        timeout_s: seconds for all of it.
-        in_place: the script runs in the working directory as it is, not in a scratch copy of what it writes.
-    """
-
-    workers: int = 2
-    steps: int = 20
-    timeout_s: float = 120.0
-    in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +23,18 @@ class Examination:
 
     Args:
         notes: what could not be looked at, and why.
-        looked: whether anything could be.
+        cannot: why a pass that was asked for could not look at anything; ``None``: it could.
         printed: the last that each rank has printed, where it was run.
     """
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    looked: bool
+    cannot: str | None = None
     printed: tuple[str, ...] = ()
+
+    @property
+    def looked(self) -> bool:
+        return self.cannot is None
 
     @property
     def sick(self) -> bool:
@@ -60,7 +49,7 @@ def examine(
     limits: Limits | None = None,
     select: Collection[str] = (),
     ignore: Collection[str] = (),
-    tell: Tell | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Examination:
     """Reads ``script``, and runs it under a few ranks unless ``limits`` is ``None``. Not collective.
 
@@ -75,28 +64,39 @@ def examine(
     for name in (*select, *ignore):
         rule(name)
     was_read = read(script)
-    findings, cleared, notes, looked = list(was_read.findings), set[str](), list(was_read.notes), was_read.looked
-    printed: tuple[str, ...] = ()
-    if limits is not None and was_read.looked:
-        watched = watch(
-            script,
-            arguments,
-            workers=limits.workers,
-            steps=limits.steps,
-            timeout_s=limits.timeout_s,
-            in_place=limits.in_place,
-            tell=tell,
-        )
-        findings += watched.findings
-        cleared |= watched.cleared
-        notes += watched.notes
-        printed = watched.printed
-    silenced = {path: ignored_lines(Path(path)) for path in {finding.path for finding in findings}}
-    kept = [
+    if not was_read.looked:
+        return Examination(findings=(), notes=was_read.notes, cannot="; ".join(was_read.notes))
+    watched = watch(script, arguments, limits, tell=tell) if limits is not None else Watched()
+    wanted = (set(select) or set(RULES)) - set(ignore)
+    found = [f for f in (*was_read.findings, *watched.findings) if f.id in wanted and not _silenced(f)]
+    held = [
         finding
-        for finding in unexplained(merged(findings, cleared))
-        if (not select or finding.id in select)
-        and finding.id not in ignore
-        and finding.id not in silenced[finding.path].get(finding.line, ())
+        for finding in found
+        if finding.seen == "run" or not any(obeyed.holds_for(finding) for obeyed in watched.obeyed)
     ]
-    return Examination(findings=tuple(kept), notes=tuple(notes), looked=looked, printed=printed)
+    files = dict.fromkeys([str(script), *(finding.path for finding in found)])
+    return Examination(
+        findings=tuple(merged(unexplained(held))),
+        notes=(*was_read.notes, *watched.notes, *_mistaken(files)),
+        cannot=watched.cannot,
+        printed=watched.printed,
+    )
+
+
+def _silenced(finding: Finding) -> bool:
+    """Whether a comment in its statement, on whichever line, says that it is meant."""
+    lines = statement_at(finding.path, finding.line)
+    return any(line in lines and finding.id in names for line, names in comments(finding.path))
+
+
+def _mistaken(files: Iterable[str]) -> Iterator[str]:
+    """Comments that silence nothing, since there is no such rule."""
+    for path in files:
+        for line, names in comments(path):
+            if not names:
+                yield f"{path}:{line}: this comment names no rule to ignore: write `# paceline: ignore[ID]`"
+            for name in names:
+                if name not in RULES:
+                    near = difflib.get_close_matches(name, RULES, n=1)
+                    asked = f"did you mean {near[0]!r}?" if near else "`paceline doctor --explain all` lists them"
+                    yield f"{path}:{line}: there is no rule {name!r} to ignore; {asked}"

@@ -1,24 +1,22 @@
-"""What the doctor tells: findings, their comments in the source that silence them, and how they are shown."""
+"""What the doctor tells: findings, and how they are shown."""
 
 from __future__ import annotations
 
 import json
-import re
-import tokenize
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
+from paceline.doctor.lines import statement_at, text_at
 from paceline.doctor.rules import RULES, Severity
 
-__all__ = ["Confidence", "Finding", "as_json", "as_text", "ignored_lines", "merged"]
+__all__ = ["Confidence", "Finding", "Obeyed", "as_json", "as_text", "merged"]
 
 Confidence = Literal["certain", "likely", "possible"]
 """``certain``: seen in this run, or true of the source however it is run; ``likely``: unless the source does something
 that cannot be read from it; ``possible``: for some ways to use it."""
 
-_ORDER: dict[str, int] = {"error": 0, "warning": 1, "advice": 2, "certain": 0, "likely": 1, "possible": 2}
+_BY_WEIGHT: Final[tuple[Severity, ...]] = ("error", "warning", "advice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +29,11 @@ class Finding:
         message: what is wrong here, in one sentence, with the names that the script uses.
         evidence: what was seen: numbers of this very run, or the piece of source that says so.
         fix: what to write instead, here; ``None``: the rule's own.
-        severity: ``None``: the rule's own.
+        severity: where this case is less bad than the rule's others; ``None``: it is as bad.
         seen: whether it was read in the source or watched in a run.
+        span: of what was watched: when that began and was over (infinity: never), by the run's clock; ``None``: it is
+            not known.
+        broke_s: from when on the ranks could not meet any more because of it; ``None``: it broke nothing.
     """
 
     id: str
@@ -44,53 +45,54 @@ class Finding:
     severity: Severity | None = None
     confidence: Confidence = "likely"
     seen: Literal["source", "run"] = "source"
+    span: tuple[float, float] | None = None
+    broke_s: float | None = None
 
     @property
     def level(self) -> Severity:
-        return self.severity or RULES[self.id].severity
+        """How bad it is: never worse than its rule, so that `rules` alone decides what makes a script sick."""
+        own = RULES[self.id].severity
+        return own if self.severity is None else max(own, self.severity, key=_BY_WEIGHT.index)
 
     @property
     def advised(self) -> str:
         return self.fix or RULES[self.id].fix
 
 
-def merged(findings: Iterable[Finding], cleared: Iterable[str] = ()) -> list[Finding]:
-    """Each mistake once: of one that was both read and watched, what was watched, at the line that was read if the run
-    could not tell it; ordered by severity, file and line.
+@dataclass(frozen=True, kw_only=True)
+class Obeyed:
+    """A rule that a run has exercised and seen obeyed.
 
     Args:
-        cleared: rules of which the run has shown that the script does not break them; what was only read of these is
-            dropped, unless it is certain.
+        path: the file, and ``line`` the line at which it was; ``None``: wherever the rule could be broken.
     """
-    by_rule: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by_rule.setdefault(finding.id, []).append(finding)
-    gone = set(cleared)
-    kept: list[Finding] = []
-    for rule, those in by_rule.items():
-        watched = [finding for finding in those if finding.seen == "run"]
-        read = [f for f in those if f.seen == "source" and (rule not in gone or f.confidence == "certain")]
-        places = {(finding.path, finding.line) for finding in watched}
-        kept += watched
-        kept += [finding for finding in read if (finding.path, finding.line) not in places and not watched]
-    unique = {(finding.id, finding.path, finding.line): finding for finding in reversed(kept)}
-    return sorted(unique.values(), key=lambda f: (_ORDER[f.level], f.path, f.line, f.id))
+
+    id: str
+    path: str | None = None
+    line: int | None = None
+
+    def holds_for(self, finding: Finding) -> bool:
+        """Whether what was read there is refuted. What is certain, or possible in some other run, is not by one run."""
+        if self.id != finding.id or finding.confidence != "likely":
+            return False
+        if self.path is None or self.line is None:
+            return True
+        return self.path == finding.path and self.line in statement_at(finding.path, finding.line)
 
 
-_IGNORE = re.compile(r"#\s*paceline:\s*ignore\[([\w\s,-]+)\]")
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Each mistake once, the worst first.
 
-
-def ignored_lines(path: Path) -> dict[int, set[str]]:
-    """By line of a file the rules that a comment ``# paceline: ignore[id, id]`` there silences."""
-    found: dict[int, set[str]] = {}
-    try:
-        with tokenize.open(path) as source:  # in the encoding that it declares
-            for token in tokenize.generate_tokens(source.readline):
-                if token.type == tokenize.COMMENT and (match := _IGNORE.search(token.string)):
-                    found[token.start[0]] = {name.strip() for name in match[1].split(",")}
-    except (tokenize.TokenError, SyntaxError, UnicodeDecodeError, OSError):
-        pass  # as far as it can be read
-    return found
+    What was read is left out where the same was watched, in the same statement: that has numbers. How bad it is the
+    worse of both says, so that a run only ever adds to what was read, unless it has refuted it.
+    """
+    kept: dict[tuple[str, str, int], Finding] = {}
+    for finding in sorted(findings, key=lambda finding: finding.seen != "run"):
+        place = (finding.id, finding.path, statement_at(finding.path, finding.line).start)
+        other = kept.setdefault(place, finding)
+        if _BY_WEIGHT.index(finding.level) < _BY_WEIGHT.index(other.level):
+            kept[place] = replace(other, severity=finding.level)
+    return sorted(kept.values(), key=lambda f: (_BY_WEIGHT.index(f.level), f.path, f.line, f.id))
 
 
 def as_json(findings: Sequence[Finding], notes: Sequence[str]) -> str:
@@ -117,7 +119,7 @@ def as_text(findings: Sequence[Finding], notes: Sequence[str]) -> str:
     parts: list[str] = []
     for finding in findings:
         lines = [f"{finding.path}:{finding.line}: {finding.level}: {finding.message} [{finding.id}]"]
-        if (source := _line_of(finding)) is not None:
+        if source := text_at(finding.path, finding.line):
             lines.append(f"    {source}")
         if finding.evidence:
             lines.append(f"  seen: {finding.evidence}")
@@ -128,18 +130,10 @@ def as_text(findings: Sequence[Finding], notes: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
-def _line_of(finding: Finding) -> str | None:
-    try:
-        with tokenize.open(finding.path) as source:
-            return source.read().splitlines()[finding.line - 1].strip()
-    except (OSError, SyntaxError, UnicodeDecodeError, IndexError):
-        return None
-
-
 def _count(findings: Sequence[Finding]) -> str:
     if not findings:
         return "Nothing found."
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "advice")}
+    counts = {level: sum(finding.level == level for finding in findings) for level in _BY_WEIGHT}
     plural = {"error": "errors", "warning": "warnings", "advice": "advice"}
     told = ", ".join(f"{n} {level if n == 1 else plural[level]}" for level, n in counts.items() if n)
     return f"{told}. `paceline doctor --explain ID` tells more about one."

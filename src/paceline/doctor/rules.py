@@ -1,7 +1,8 @@
 """The doctor's rules: their ids, how bad they are and what mends them. ``pages/<id>.md`` explains each.
 
 How bad: an ``error`` makes a result wrong, hangs or crashes; a ``warning`` makes one worse than it could be, or wrong
-for some inputs; ``advice`` may be what the author wants. A finding may say otherwise of its own case.
+for some inputs; ``advice`` may be what the author wants. It is decided here alone: a finding may say that its own case
+is less bad, never that it is worse, whichever pass found it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _TABLE: dict[Family, dict[str, tuple[Severity, str, str]]] = {
             "Seed from `torch.initial_seed()`, or from rank, worker and epoch together, in `worker_init_fn`",
         ),
         "rng-identical-across-ranks": (
-            "warning",
+            "advice",
             "all ranks draw the same noise: dropout masks or augmentations repeat",
             "After the model is built, seed each rank's generator with seed + rank",
         ),
@@ -231,7 +232,7 @@ _TABLE: dict[Family, dict[str, tuple[Severity, str, str]]] = {
     },
     "buffers": {
         "batchnorm-unsynced": (
-            "warning",
+            "advice",
             "batch norm's statistics come from one rank's samples",
             "Convert with `SyncBatchNorm.convert_sync_batchnorm` (GPU), or use GroupNorm",
         ),
@@ -342,7 +343,7 @@ _TABLE: dict[Family, dict[str, tuple[Severity, str, str]]] = {
             'Use `int(os.environ["LOCAL_RANK"])`',
         ),
         "nproc-exceeds-devices": (
-            "error",
+            "warning",
             "several ranks share a GPU",
             "Start as many ranks as there are GPUs",
         ),
@@ -362,7 +363,7 @@ _TABLE: dict[Family, dict[str, tuple[Severity, str, str]]] = {
             "Use one of both: torchrun, or mp.spawn from a plain `python`",
         ),
         "group-not-destroyed": (
-            "warning",
+            "advice",
             "the process group is never destroyed",
             "Call `dist.destroy_process_group()` at the end",
         ),

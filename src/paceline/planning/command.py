@@ -17,7 +17,7 @@ from paceline.planning.state import footprint, process_bytes
 from paceline.planning.table import show_grid, show_lines, told_levels
 from paceline.planning.told import told
 from paceline.planning.unprepared import with_vocabulary
-from paceline.planning.waiting import waiting
+from paceline.progress import waiting
 from paceline.sizes import show_size
 
 __all__ = ["plan", "what_fits"]

@@ -23,7 +23,7 @@ from paceline.memory.recompute import levels_of, set_levels
 from paceline.parsing import Settings
 from paceline.planning.state import State, build, state_of, storage_bytes
 from paceline.planning.told import loss_of, told
-from paceline.planning.waiting import Tell
+from paceline.progress import Tell
 from paceline.sizes import show_size
 from paceline.tasks import Task
 

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.doctor.findings import Finding
-from paceline.doctor.watching.following import Tell, follow
-from paceline.doctor.watching.judging import cleared, judge, notes, wants_gpus
+from paceline.doctor.findings import Finding, Obeyed
+from paceline.doctor.watching.following import follow
+from paceline.doctor.watching.judging import judge, wants_gpus
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Run
-from paceline.doctor.watching.scratch import Scratch
+from paceline.doctor.watching.scratch import scratched
 from paceline.doctor.watching.sources import names_gpus
 
-__all__ = ["Tell", "Watched", "watch"]
+__all__ = ["Limits", "Watched", "watch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much of a script is run.
+
+    Args:
+        workers: ranks to start.
+        steps: of the optimizer, on each rank; then the run is ended.
+        timeout_s: seconds for all of it, though it be started twice.
+        in_place: the script runs in the working directory as it is, not in a scratch copy of what it writes.
+    """
+
+    workers: int = 2
+    steps: int = 20
+    timeout_s: float = 120.0
+    in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,51 +40,43 @@ class Watched:
     """What a run has shown.
 
     Args:
-        findings: mistakes that were seen.
-        cleared: ids of rules that the run has exercised and seen obeyed.
+        findings: mistakes that were seen; those, too, that follow from others.
+        obeyed: rules that the run has exercised and seen obeyed.
         notes: what could not be looked at, and why; plain sentences.
+        cannot: why there was nothing to look at, the one of the notes that says so; ``None``: there was.
         printed: the last that each rank has printed.
     """
 
-    findings: tuple[Finding, ...]
-    cleared: frozenset[str]
-    notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    obeyed: tuple[Obeyed, ...] = ()
+    notes: tuple[str, ...] = ()
+    cannot: str | None = None
     printed: tuple[str, ...] = ()
 
 
 def watch(
-    script: Path,
-    arguments: Sequence[str],
-    *,
-    workers: int,
-    steps: int,
-    timeout_s: float,
-    in_place: bool,
-    tell: Tell | None = None,
+    script: Path, arguments: Sequence[str], limits: Limits, *, tell: Callable[[str], None] | None = None
 ) -> Watched:
-    """Runs ``script`` under ``workers`` ranks and judges what they did. No process is left behind.
+    """Runs ``script`` under a few ranks and judges what they did. No process is left behind.
 
     Args:
         arguments: of the script.
-        workers: how many ranks, on this machine.
-        steps: of the optimizer, on each rank; then the run is ended.
-        timeout_s: seconds for all of it.
-        in_place: the script runs in the working directory as it is, and what it writes stays.
         tell: is told how far the ranks are, whenever that changes.
     """
+    deadline_s = time.monotonic() + limits.timeout_s
     gpus: Gpus = "mapped" if names_gpus(script) else "none"
-    told: list[str] = []
-    run = _run(script, arguments, workers, steps, timeout_s, in_place, gpus, tell)
-    if gpus == "mapped" and wants_gpus(run):
-        gpus = "pretended"
-        run = _run(script, arguments, workers, steps, timeout_s, in_place, gpus, tell)
-    if any(True for _ in run.all("device")):
-        told.append("the script asks for GPUs: the run pass did on the CPU what it asks of them")
-    shown = [replace(finding, path=_shown(finding.path, script)) for finding in judge(run)]
+    run = _run(script, arguments, limits, deadline_s, gpus, tell)
+    if gpus == "mapped" and wants_gpus(run) and time.monotonic() < deadline_s:
+        run = _run(script, arguments, limits, deadline_s, "pretended", tell)
+    verdict = judge(run)
+    mapped = ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)
     return Watched(
-        findings=tuple(shown),
-        cleared=cleared(run),
-        notes=(*told, *notes(run)),
+        findings=tuple(replace(finding, path=_shown(finding.path, script)) for finding in verdict.findings),
+        obeyed=tuple(
+            replace(obeyed, path=_shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
+        ),
+        notes=(*(mapped if any(run.all("device")) else ()), *verdict.notes),
+        cannot=verdict.cannot,
         printed=tuple(account.tail for account in run.accounts),
     )
 
@@ -75,18 +84,16 @@ def watch(
 def _run(
     script: Path,
     arguments: Sequence[str],
-    workers: int,
-    steps: int,
-    timeout_s: float,
-    in_place: bool,
+    limits: Limits,
+    deadline_s: float,
     gpus: Gpus,
-    tell: Tell | None,
+    tell: Callable[[str], None] | None,
 ) -> Run:
-    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as home:
-        scratch = Scratch(Path(home), in_place)
-        scratch.place(Path.cwd(), script.parent)
-        with started(script, arguments, workers, scratch, gpus) as ranks:
-            return follow(ranks, steps=steps, timeout_s=timeout_s, tell=tell)
+    with (
+        scratched(script, in_place=limits.in_place) as scratch,
+        started(script, arguments, limits.workers, scratch, gpus) as ranks,
+    ):
+        return follow(ranks, steps=limits.steps, deadline_s=deadline_s, tell=tell)
 
 
 def _shown(path: str, script: Path) -> str:

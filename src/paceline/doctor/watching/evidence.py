@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.doctor.findings import Confidence, Finding
 from paceline.doctor.rules import Severity
-from paceline.doctor.watching.records import Account, Place, Record, Run
+from paceline.doctor.watching.records import LASTING, Account, Place, Record, Run
 
 __all__ = ["Interval", "at", "beside", "count", "found", "gap", "intervals", "ranks"]
 
@@ -25,6 +25,7 @@ def found(
 ) -> Iterator[Finding]:
     """A finding at a line that was seen; none when no line of the user's led to it."""
     if place is not None:
+        record = place.record
         yield Finding(
             id=rule,
             path=place.path,
@@ -35,7 +36,13 @@ def found(
             confidence=confidence,
             fix=fix,
             seen="run",
+            span=_span(record) if record is not None else None,
         )
+
+
+def _span(record: Record) -> tuple[float, float]:
+    moment = record.kind not in LASTING
+    return record.at_s, record.at_s if moment else record.ended_s or float("inf")
 
 
 def at(place: Place | None) -> str:

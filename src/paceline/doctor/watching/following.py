@@ -9,30 +9,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.doctor.watching.ranks import Rank
-from paceline.doctor.watching.records import Run, Stopped
+from paceline.doctor.watching.records import MEETINGS, Run, Stopped
 from paceline.stacks import Dumping, collect, users_line
 
-__all__ = ["Tell", "follow"]
-
-Tell = Callable[[str], None]
-"""Says how far the ranks are, whenever that changes."""
+__all__ = ["follow"]
 
 _TICK_S = 0.5
 _STUCK_S = 4.0
-"""All ranks wait for each other, or have ended, and nothing has moved for so long: it never will."""
+"""All ranks wait for each other, or have ended, and nothing has moved for so long: it never will. A loaded machine
+keeps a process waiting for a second or two."""
 _STILL_S = 20.0
-"""The same of ranks of which it is not known what they wait for."""
+"""The same of ranks of which it is not known what they wait for: a disk, a download, a lock."""
 _GRACE_S = 4.0
-"""When one rank has failed, the others have so long to fail too."""
+"""When one rank has failed, the others have so long to fail too, so that each tells its own reason."""
 _BUSY = 0.06
-"""A rank that takes this share of a core computes."""
-_MEETING = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy"})
+"""A rank that takes this share of a core computes; one that waits, with gloo's and a monitor's threads, stays below."""
 
 
-def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float, tell: Tell | None = None) -> Run:
+def follow(ranks: Sequence[Rank], *, steps: int, deadline_s: float, tell: Callable[[str], None] | None = None) -> Run:
     """Returns when all have ended, or one has failed, or each has taken ``steps`` steps, or none moves any more, or
-    ``timeout_s`` are over. Ranks that still run are left running, and are to be ended."""
-    following = _Following(ranks, steps, time.monotonic() + timeout_s, tell)
+    time is up. Ranks that still run are left running, and are to be ended.
+
+    Args:
+        deadline_s: when time is up, by `time.monotonic`.
+        tell: is told how far the ranks are, whenever that changes.
+    """
+    following = _Following(ranks, steps, deadline_s, tell)
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.process.link, selectors.EVENT_READ, (rank.hear, rank))
@@ -46,7 +48,6 @@ def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float, tell: Tell | 
                     selector.unregister(key.fileobj)
                 elif not action():
                     selector.unregister(key.fileobj)
-                following.moved(action, rank)
     if stopped == "hang":
         _tell_where(ranks)
     return Run(accounts=[rank.account for rank in ranks], stopped=stopped)
@@ -55,64 +56,62 @@ def follow(ranks: Sequence[Rank], *, steps: int, timeout_s: float, tell: Tell | 
 class _Following:
     """What is known of the ranks while they run."""
 
-    def __init__(self, ranks: Sequence[Rank], steps: int, deadline_s: float, tell: Tell | None) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], steps: int, deadline_s: float, tell: Callable[[str], None] | None
+    ) -> None:
         self._ranks, self._steps, self._deadline_s = ranks, steps, deadline_s
         self._tell, self._told = tell, ""
-        self._moved_s = self._looked_s = time.monotonic()
+        self._moves = 0
         self._cpu_s = dict.fromkeys(range(len(ranks)), 0.0)
+        self._moved_s = self._looked_s = time.monotonic()
         self._failed_s: float | None = None
-        self._seen = dict.fromkeys(range(len(ranks)), 0)
-        self._taken = dict.fromkeys(range(len(ranks)), 0)
-        self._spawned = False
-
-    def moved(self, action: Callable[[], bool] | None, rank: Rank) -> None:
-        """Something has come from a rank."""
-        number, records = rank.account.rank, rank.account.records
-        if len(records) > self._seen[number] or action is None:
-            self._moved_s = time.monotonic()
-        for record in records[self._seen[number] :]:
-            self._taken[number] += record.kind == "step"
-            self._spawned |= record.kind == "spawn"
-        self._seen[number] = len(records)
 
     def has_ended(self, rank: Rank) -> None:
         rank.hear()
         account = rank.account
         account.code, account.ended_s = rank.process.ended(), time.monotonic()
+        self._moved_s = account.ended_s
         if account.code and self._failed_s is None:
             self._failed_s = account.ended_s
 
     def over(self) -> Stopped | None:
-        """Why it is over; ``None``: it is not."""
-        now_s = time.monotonic()
+        """Why it is over; ``None``: it is not. Costs the same however much was told; what costs more than a glance is
+        done once a tick."""
         self._tell_how_far()
+        accounts = [rank.account for rank in self._ranks]
         living = [rank for rank in self._ranks if rank.account.ended_s is None]
         if not living:
             return "ended"
-        if self._spawned:
+        if any(account.told["spawn"] for account in accounts):
             return "spawned"
-        if min(self._taken.values()) > self._steps:
+        if min(account.told["step"] for account in accounts) > self._steps:
             return "steps"
+        now_s = time.monotonic()
         if self._failed_s is not None and now_s > self._failed_s + _GRACE_S:
             return "failed"
-        if now_s > self._deadline_s:
-            return "time"
         if now_s > self._looked_s + _TICK_S:
-            self._look_at_processors(living, now_s)
-        if now_s > self._moved_s + self._patience_s(living):
-            return "hang"
-        return None
+            self._look(living, now_s)
+        still_s = now_s - self._moved_s
+        if now_s > self._deadline_s:  # whoever waits for the others then has waited for nothing
+            return "hang" if still_s > _STUCK_S / 2 and self._all_meet(living) else "time"
+        return "hang" if still_s > self._patience_s(living) else None
 
     def _tell_how_far(self) -> None:
-        taken = min(*self._taken.values(), self._steps)
-        begun = all(self._seen.values())
-        told = f"step {taken} of {self._steps}" if begun else f"starting {len(self._ranks)} workers"
+        accounts = [rank.account for rank in self._ranks]
+        taken = min(*(account.told["step"] for account in accounts), self._steps)
+        begun = all(account.told for account in accounts)
+        told = f"step {taken} of {self._steps}" if begun else f"starting {len(accounts)} workers"
         if self._tell is not None and told != self._told:
             self._tell(told)
         self._told = told
 
-    def _look_at_processors(self, living: Sequence[Rank], now_s: float) -> None:
+    def _look(self, living: Sequence[Rank], now_s: float) -> None:
+        """Whether any rank has told of something since, or computes. What other threads than the main one tell is no
+        sign of life: a heartbeat goes on while training hangs."""
         elapsed_s, self._looked_s = now_s - self._looked_s, now_s
+        moves = sum(rank.account.moves for rank in self._ranks)
+        if moves != self._moves:
+            self._moves, self._moved_s = moves, now_s
         spent = _cpu_s([rank.process.pid for rank in living])
         for rank in living:
             number, cpu_s = rank.account.rank, spent[rank.process.pid]
@@ -121,11 +120,16 @@ class _Following:
             self._cpu_s[number] = cpu_s
 
     def _patience_s(self, living: Sequence[Rank]) -> float:
+        if self._all_meet(living):
+            return _STUCK_S
         waits = [rank.account.waiting() for rank in living]
-        if any(wait is not None and wait.kind == "sleep" for wait in waits):
-            return float("inf")
-        meets = all(wait is not None and wait.kind in _MEETING for wait in waits)
-        return _STUCK_S if meets else _STILL_S
+        asleep = any(wait is not None and wait.kind == "sleep" for wait in waits)
+        return float("inf") if asleep else _STILL_S
+
+    def _all_meet(self, living: Sequence[Rank]) -> bool:
+        """Whether all that live wait for others."""
+        waits = [rank.account.waiting() for rank in living]
+        return all(wait is not None and wait.kind in MEETINGS for wait in waits)
 
 
 def _cpu_s(groups: Sequence[int]) -> dict[int, float]:

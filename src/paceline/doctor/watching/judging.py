@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from paceline.doctor.causes import BROKEN, unexplained
-from paceline.doctor.findings import Finding
+from paceline.doctor.causes import BREAKS
+from paceline.doctor.findings import Finding, Obeyed
+from paceline.doctor.rules import RULES
 from paceline.doctor.watching import (
     checks_collectives,
     checks_data,
@@ -16,10 +19,12 @@ from paceline.doctor.watching import (
     checks_launch,
     checks_models,
 )
-from paceline.doctor.watching.records import Account, Run
+from paceline.doctor.watching.evidence import at, count
+from paceline.doctor.watching.obeying import RULES_OBEYED
+from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.sources import line_of
 
-__all__ = ["cleared", "judge", "notes", "wants_gpus"]
+__all__ = ["Verdict", "judge", "wants_gpus"]
 
 _FAMILIES = (
     checks_launch,
@@ -27,71 +32,147 @@ _FAMILIES = (
     checks_models,
     checks_gradients,
     checks_files,
-    checks_errors,
     checks_collectives,
 )
-_CHECKS: tuple[Callable[[Run], Iterator[Finding]], ...] = tuple(
-    check for family in _FAMILIES for check in family.CHECKS
-)
+_T = TypeVar("_T")
 
 
-def judge(run: Run) -> list[Finding]:
-    """All that the run shows, each mistake by its most specific name."""
-    return unexplained(list(_once(finding for check in _CHECKS for finding in check(run))))
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a run comes to.
+
+    Args:
+        findings: all that it shows, in the order of the checks; what explains what is not asked here.
+        obeyed: rules that it has exercised and seen obeyed.
+        notes: what it could not show, and why.
+        cannot: why it shows nothing at all, the one of the notes that says so; ``None``: it does.
+    """
+
+    findings: tuple[Finding, ...]
+    obeyed: tuple[Obeyed, ...]
+    notes: tuple[str, ...]
+    cannot: str | None = None
 
 
-def cleared(run: Run) -> frozenset[str]:
-    """Rules of which the run has shown that the script obeys them: only such as no other data could break."""
-    account = run.accounts[0]
-    shown = set()
-    epochs = [
-        [one.indices for one in those if one.trains and one.indices]
-        for those in checks_data.by_loader(account)
-        if those[0].loader["sampler"] is not None
-    ]
-    if epochs and all(len(orders) > 1 and orders[0] != orders[1] for orders in epochs):
-        shown.add("missing-set-epoch")
-    if run.world < 2:
-        return frozenset(shown)
-    for rule, kind, fact in _ALIKE:
-        sides = [[record[fact] for record in own.of(kind)] for own in run.accounts]
-        if sides[0] and all(side == sides[0] for side in sides):
-            shown.add(rule)
-    firsts = [own.first("step") for own in run.accounts]
-    values = [first["values"] for first in firsts if first is not None and first["plain"]]
-    if len(values) == run.world and all(own == values[0] for own in values):
-        shown.add("replicas-start-different")
-    return frozenset(shown)
+def judge(run: Run) -> Verdict:
+    """What the records show. Whatever is missing in them, or wrong with a check: the others are heard all the same."""
+    notes: list[str] = []
+    checks = [check for family in _FAMILIES for check in family.CHECKS]
+    if any(account.dropped for account in run.accounts):
+        checks = [check for check in checks if check not in checks_collectives.CHECKS]
+        told = sum(account.dropped for account in run.accounts)
+        notes.append(
+            f"the ranks told more than is kept: {count(told, 'record')} after the first ones were not looked at, and "
+            "it was not compared who meets whom"
+        )
+    found = [finding for check in checks for finding in _guarded(check, run, notes)]
+    failures = [finding for check in checks_errors.CHECKS for finding in _guarded(check, run, notes)]
+    obeyed = [rule for check in RULES_OBEYED for rule in _guarded(check, run, notes)]
+    try:
+        cannot = _cannot(run)
+        notes += _limits(run)
+    except Exception as error:
+        cannot = None
+        notes.append(f"how the run ended could not be told: {type(error).__name__}: {error}")
+    return Verdict(
+        findings=tuple(_once(_broken(found, failures))),
+        obeyed=tuple(obeyed),
+        notes=tuple(dict.fromkeys([*notes, *([cannot] if cannot else [])])),
+        cannot=cannot,
+    )
 
 
-_ALIKE = (
-    ("sampler-seed-differs", "sampler", "seed"),
-    ("random-split-differs", "subset", "digest"),
-    ("model-differs-across-ranks", "wrap", "shapes"),
-)
-"""Rules that are obeyed when all ranks tell the same fact of all records of a kind."""
+def _guarded(check: Callable[[Run], Iterable[_T]], run: Run, notes: list[str]) -> Iterator[_T]:
+    """What a check finds; one that raises is a note, and no reason to be silent on the rest."""
+    try:
+        yield from check(run)
+    except Exception as error:
+        name = check.__name__.strip("_").replace("_", "-")
+        rule = f"rule {name}" if name in RULES else f"something ({check.__module__.rpartition('.')[2]}, {name})"
+        notes.append(f"{rule} could not be judged: {type(error).__name__}: {error}")
 
 
-def notes(run: Run) -> Iterator[str]:
-    """What the run could not show, and why."""
-    taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)
-    failure = checks_errors.first_failure(run)
+def _broken(found: list[Finding], failures: list[Finding]) -> Iterator[Finding]:
+    """Each mistake with the time from when on the ranks could not meet because of it: since torch has raised, or from
+    its beginning. Of what an exception and a record tell, the record has the place."""
+    since = {failure.id: failure.span[0] for failure in reversed(failures) if failure.span is not None}
+    for finding in found:
+        if finding.id in since:
+            yield replace(finding, broke_s=since[finding.id])
+        elif finding.id in BREAKS:
+            yield replace(finding, broke_s=finding.span[0] if finding.span is not None else 0.0)
+        else:
+            yield finding
+    told = {finding.id for finding in found}
+    yield from (replace(failure, broke_s=since.get(failure.id)) for failure in failures if failure.id not in told)
+
+
+def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Of each rule and line the first."""
+    seen: set[tuple[str, str, int]] = set()
+    for finding in findings:
+        place = (finding.id, finding.path, finding.line)
+        if place not in seen:
+            seen.add(place)
+            yield finding
+
+
+def _cannot(run: Run) -> str | None:
+    """Why finding nothing would mean nothing."""
+    if run.stopped == "hang":
+        return f"no rank got on any more: {'; '.join(map(_stands, run.accounts))}"
+    if run.stopped == "steps" or any(True for _ in run.all("step")):
+        return None
+    if run.stopped == "spawned":
+        return "the script starts processes of its own, into which the run pass does not look"
+    if run.stopped == "time":
+        return "time was up before the first optimizer step (--timeout)"
+    return _failure(run)
+
+
+def _limits(run: Run) -> Iterator[str]:
+    """What a run that has shown something has not shown."""
     if (fault := next(run.all("fault"), None)) is not None:
         yield f"a part of the doctor itself failed in rank {fault.rank}, and looked no further: {fault['text']}"
+    if long := sum(1 for account in run.accounts for record in account.records if record["cut"]):
+        yield f"{count(long, 'record')} of the ranks came without facts, being too long: not all rules could be judged"
+    taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)
     if run.stopped == "steps":
         yield f"the run was ended after {taken} optimizer steps on each rank (--steps)"
-    elif run.stopped == "time":
+    elif run.stopped == "time" and taken:
         yield f"the run was ended when time was up, after {taken} optimizer steps (--timeout)"
-    elif run.stopped == "spawned":
-        yield "the script starts processes of its own, into which the run pass does not look"
-    elif failure is not None:
-        account, error = failure
-        if error is not None and checks_errors.is_echo(error):
-            yield f"rank {account.rank} lost its connection to a rank that had ended, or was elsewhere"
-            return
-        what = f"{error['type']}: {error['text'].strip()[:300]}" if error is not None else _ending(account)
-        where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
-        yield f"rank {account.rank} failed first{where}: {what}"
+    elif run.stopped in ("failed", "ended") and (failure := _failure(run)) is not None:
+        yield failure
+
+
+def _failure(run: Run) -> str | None:
+    """Who failed first, and of what."""
+    failure = checks_errors.first_failure(run)
+    if failure is None:
+        return None
+    account, error = failure
+    if error is not None and checks_errors.is_echo(error):
+        return f"rank {account.rank} lost its connection to a rank that had ended, or was elsewhere"
+    where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
+    return f"rank {account.rank} failed first{where}: {_reason(account, error)}"
+
+
+def _reason(account: Account, error: Record | None) -> str:
+    text = str(error["text"] or "").strip()[:300] if error is not None else ""
+    if error is not None and not (error["type"] == "SystemExit" and text.isdigit()):
+        return f"{error['type'] or 'an exception'}: {text}" if text else str(error["type"] or "an exception")
+    code = int(text) if text else account.code or 0
+    how = f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
+    last = account.tail.strip().rpartition("\n")[2][:200]
+    return f"{how}; its last line: {last}" if last else how
+
+
+def _stands(account: Account) -> str:
+    if account.ended_s is not None:
+        return f"rank {account.rank} has come to its end"
+    wait = account.waiting()
+    where = account.stands or at(wait.place if wait is not None else None)
+    return f"rank {account.rank} stands at {where}"
 
 
 def wants_gpus(run: Run) -> bool:
@@ -101,24 +182,4 @@ def wants_gpus(run: Run) -> bool:
         return False
     account, error = failure
     said = f"{error['text']} {line_of(error.place) if error.place else ''}" if error is not None else account.tail
-    return re.search(r"cuda|gpu|nccl", said, re.I) is not None
-
-
-def _ending(account: Account) -> str:
-    code = account.code or 0
-    last = account.tail.strip().rpartition("\n")[2][:200]
-    how = f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
-    return f"{how}; its last line: {last}" if last else how
-
-
-def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Of each rule and line the first; of one that an exception and a record tell, the record."""
-    seen: set[str] = set()
-    places: set[tuple[str, str, int]] = set()
-    for finding in findings:
-        key = (finding.id, finding.path, finding.line)
-        said = finding.id in seen and finding.id in BROKEN
-        if key not in places and not said:
-            places.add(key)
-            seen.add(finding.id)
-            yield finding
+    return re.search(r"cuda|gpu|nccl|torch\.accelerator", said, re.I) is not None

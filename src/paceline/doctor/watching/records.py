@@ -6,11 +6,24 @@ A rank's probe writes records, the parent reads and judges them. Both know the k
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-__all__ = ["BOUND_BYTES", "KINDS", "Account", "Place", "Record", "Run", "Stopped", "pack"]
+__all__ = [
+    "BOUND_BYTES",
+    "KEPT",
+    "KINDS",
+    "LASTING",
+    "MEETINGS",
+    "Account",
+    "Place",
+    "Record",
+    "Run",
+    "Stopped",
+    "pack",
+]
 
 BOUND_BYTES = 100_000
 """The largest message; a larger one loses its facts."""
@@ -28,7 +41,7 @@ KINDS: dict[str, str] = {
     "spawn": "processes are started by torch.multiprocessing: count",
     "device": "a GPU is named: index (None: the current one), how",
     # data
-    "subset": "a Subset is made: size, digest, indices (the first ones)",
+    "subset": "a Subset is made: of (length of what it is taken from), size, digest, indices (the first ones)",
     "sampler": "a DistributedSampler is made: sampler, seed, shuffle, replicas, own_rank, size, total, drop_last",
     "set-epoch": "set_epoch of a sampler: sampler, epoch",
     "loader": "a DataLoader is made: loader, dataset, size, batch, batches, workers, persistent, iterable, sampler, "
@@ -36,22 +49,27 @@ KINDS: dict[str, str] = {
     "pass": "a loader is iterated anew: loader, number, epoch (the dataset's), sampled (the sampler's), grad",
     "batch": "a loader gives a batch: loader, number (of the pass), indices, rows (a digest of each sample)",
     "pass-end": "the loader has no more: loader, number, batches",
-    "draw": "random numbers were drawn: where (forward, fetch), generator, state (a digest before), worker, seeded",
+    "draw": "random numbers were drawn: where (forward, fetch), generator, state (a digest before), seed "
+    "(of the loader worker), fetch",
     # training
-    "wrap": "DDP is made: ddp, names, shapes, buffers, options, norms (batch norms), own_buffers",
-    "forward": "DDP is called: ddp, grad, sync, training, communicates, batch",
+    "wrap": "DDP is made: ddp, names, shapes, buffers, options, norms (batch norms), own_buffers, forwards (path, line "
+    "of the user's forward methods)",
+    "forward": "DDP is called: ddp, grad, sync, training, communicates, batch, input (digest of the first tensor)",
     "graph": "after a forward with gradients: ddp, unused (names), total",
     "overwritten": "DDP's broadcast changed buffers that are not of a batch norm: ddp, names, before, after",
     "around": "a module inside a DDP is called, not through it: ddp, module",
     "no-sync": "a no_sync context, until it is left: ddp",
-    "backward": "autograd runs: roots (names of the loss's last functions and what it was divided by)",
+    "backward": "autograd runs: roots (names of the loss's last functions and what it was divided by), onto (whether "
+    "there were gradients that it adds to), reached (by DDP whose gradients changed)",
     "optimizer": "an optimizer is made: optimizer, name",
-    "step": "an optimizer steps: optimizer, and what `probe.optimizers` tells",
+    "step": "an optimizer steps: optimizer, and what `probe.optimizers` tells: alike (by parameter, when it "
+    "changes: to be equal on all ranks), ...",
     "clip": "gradients are clipped: norm",
     "scale": "GradScaler.update: before, after",
     "schedule": "a scheduler is made: scheduler, name, length",
     "scheduled": "a scheduler steps: scheduler",
-    "load-state": "load_state_dict of a module: ddp (of which it is a part, or None), params",
+    "load-state": "load_state_dict of a module: ddp (of which it is a part, or None), params, lost (keys with "
+    "`module.` for a plain model), whole (it did not fail)",
     "checkpointed": "reentrant checkpointing: in_ddp",
     "replicated": "nn.DataParallel is made",
     # communication
@@ -59,12 +77,16 @@ KINDS: dict[str, str] = {
     "destroy": "destroy_process_group",
     "wait": "the result of a collective is waited for",
     "join": "a context for uneven inputs is made",
-    "collective": "a collective: op, ranks, shape, dtype, grads (of a DDP's parameters), carries (a gradient)",
+    "collective": "a collective: op, ranks, shape, dtype, grads (of a DDP's parameters), carries (a gradient), "
+    "copied (a flattened or cloned copy of gradients)",
     "gathered": "what all_gather returned was not put back before backward: op",
     # files and output
     "save": "torch.save: path, prefixed (keys with `module.`)",
     "load": "torch.load: path, map_location (whether given)",
     "open": "a file is opened for writing: path, mode, own (by the user's own line, or into the working directory)",
+    "guard": "how writing outside of the scratch folder is refused: by (landlock or python)",
+    "refused": "what the script wanted to write outside of its scratch folder: path",
+    "lock": "a file is locked: path",
     "read": "a file that was written since the run began is opened: path",
     "download": "something is fetched: url",
     "tracker": "an experiment tracker is started: name, where",
@@ -75,13 +97,34 @@ KINDS: dict[str, str] = {
 }
 
 
+LASTING = frozenset(
+    {"init", "wrap", "forward", "no-sync", "backward", "step", "collective", "wait", "destroy", "sleep"}
+)
+"""Kinds whose end is told, too: ``done`` or ``failed``."""
+
+MEETINGS = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy"})
+"""Kinds in the middle of which a rank may wait for the others."""
+
+KEPT = 5_000
+"""So many records of a kind fill an account: 20 steps of 250 micro-batches. Whoever tells more goes round in a loop,
+whose end looks like its beginning."""
+
+_LAST = frozenset({"end", "error", "fault", "destroy"})
+"""How a rank ends is kept, however full its account is."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """A line of the user's code."""
+    """A line of the user's code.
+
+    Args:
+        record: of a rank that was there; ``None``: it was found in the source.
+    """
 
     path: str
     line: int
     function: str = ""
+    record: Record | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(kw_only=True)
@@ -93,6 +136,7 @@ class Record:
         at_s: by `time.monotonic`, which all processes of a machine share.
         places: the user's lines that led to it, innermost first.
         syncs: how many times this rank had met the others before.
+        aside: it happened in another thread than the main one.
         ended_s: when it was over; ``None``: it never was, or it is of a moment.
     """
 
@@ -103,9 +147,13 @@ class Record:
     places: tuple[Place, ...] = ()
     syncs: int = 0
     child: int | None = None
+    aside: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     ended_s: float | None = None
     failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.places = tuple(replace(place, record=self) for place in self.places)
 
     def __getitem__(self, name: str) -> Any:
         return self.facts.get(name)
@@ -129,9 +177,16 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 @dataclass(kw_only=True)
 class Account:
-    """All that one rank has told, and how it ended.
+    """What one rank has told, and how it ended.
+
+    However much it tells, taking a message costs the same, and memory is bounded: once it is full, only what is not
+    over yet and how the rank ends is kept, besides the beginning of the run, which has no holes.
 
     Args:
+        records: those that are kept, in order.
+        told: by kind how many there were.
+        moves: how many messages came of what the main thread does, or a process that the rank has forked.
+        dropped: how many records are not kept.
         code: its exit code, negative for a signal; ``None``: it was ended by the doctor.
         ended_s: when it ended by itself.
         tail: the last lines that it printed.
@@ -140,27 +195,35 @@ class Account:
 
     rank: int
     records: list[Record] = field(default_factory=list)
+    told: Counter[str] = field(default_factory=Counter)
+    moves: int = 0
+    dropped: int = 0
     code: int | None = None
     ended_s: float | None = None
     tail: str = ""
     stands: str | None = None
     _open: dict[tuple[int | None, int], Record] = field(default_factory=dict, repr=False)
 
-    def take(self, message: bytes) -> Record | None:
-        """Adds what a message tells; the new record, if it is one."""
+    def take(self, message: bytes) -> None:
+        """Adds what a message tells."""
         told = json.loads(message)
-        key = (told["child"], told["of"]) if "of" in told else None
-        if key is not None:
-            record = self._open.pop(key, None)
+        self.moves += not told.get("aside")
+        if "of" in told:
+            record = self._open.pop((told["child"], told["of"]), None)
             if record is not None:
                 record.ended_s, record.failed = told["at_s"], told["kind"] == "failed"
                 record.facts |= told["facts"]
-            return None
+            return
         told["places"] = tuple(Place(*place) for place in told["places"])
         record = Record(rank=self.rank, **told)
-        self.records.append(record)
-        self._open[record.child, record.number] = record
-        return record
+        self.told[record.kind] += 1
+        full = self.dropped > 0 or self.told[record.kind] > KEPT
+        if full and record.kind not in _LAST:
+            self.dropped += 1
+        else:
+            self.records.append(record)
+        if record.kind in LASTING:
+            self._open[record.child, record.number] = record
 
     def of(self, *kinds: str) -> Iterator[Record]:
         """Its records of some kinds, in order. Those of forked processes are told only of kind ``draw``."""
@@ -170,13 +233,9 @@ class Account:
         return next(self.of(*kinds), None)
 
     def waiting(self) -> Record | None:
-        """The innermost thing that has begun and is not over."""
-        unfinished = [r for r in self.records if r.kind in _LASTING and not r.over and r.child is None]
-        return unfinished[-1] if unfinished else None
-
-
-_LASTING = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy", "sleep", "step"})
-"""Kinds that a rank may be found in the middle of."""
+        """The innermost thing that its main thread has begun and that is not over."""
+        unfinished = (r for r in reversed(self._open.values()) if r.kind != "no-sync")
+        return next((r for r in unfinished if r.child is None and not r.aside), None)
 
 
 Stopped = Literal["ended", "failed", "steps", "spawned", "hang", "time"]

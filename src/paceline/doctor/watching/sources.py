@@ -9,15 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.doctor.lines import parsed, text_at, text_of
 from paceline.doctor.watching.records import Place
 
 __all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loops_around", "names_gpus"]
 
 _RANK = re.compile(
-    r"rank|is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index", re.I
+    r"(?:(?<![A-Za-z])(?:my)?rank|(?<=[a-z])Rank|RANK)(?!ing|ed)|"  # not `ranking`, not `frank`
+    r"(?i:is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index)"
 )
 
-_ANSWER = re.compile(rf"({_RANK.pattern}).*[=<>]|not .*({_RANK.pattern})", re.I)
+_GPUS = re.compile(r"cuda|nccl|torch\.accelerator")
+"""What says so."""
+
+_ANSWER = re.compile(rf"({_RANK.pattern}).*[=<>]|not .*({_RANK.pattern})")
 
 
 @dataclass(frozen=True)
@@ -79,21 +84,20 @@ def loops_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> l
 
 def line_of(place: Place) -> str:
     """Its text."""
-    lines = _text(place.path).splitlines()
-    return lines[place.line - 1].strip() if 0 < place.line <= len(lines) else ""
+    return text_at(place.path, place.line) or ""
 
 
 def names_gpus(script: Path) -> bool:
-    """Whether a script, or a file beside it that it imports, says ``cuda`` or ``nccl``."""
+    """Whether a script, or a file beside it that it imports, asks for GPUs."""
     pending, seen = [script], set[Path]()
     while pending:
         path = pending.pop()
         if path in seen:
             continue
         seen.add(path)
-        if re.search(r"cuda|nccl", _text(str(path))):
+        if _GPUS.search(text_of(str(path))):
             return True
-        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", _text(str(path)), re.M):
+        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text_of(str(path)), re.M):
             base = script.parent.joinpath(*name.strip(".").split("."))
             pending += [file for file in (base.with_suffix(".py"), *base.glob("*.py")) if file.is_file()]
     return False
@@ -147,13 +151,13 @@ def _leaving(loop: ast.For | ast.While | ast.AsyncFor) -> tuple[list[tuple[int, 
 
 def _rank_names(path: str) -> frozenset[str]:
     """Names that are given the answer to a question for the rank."""
-    return _rank_names_in(_text(path))
+    return _rank_names_in(text_of(path))
 
 
 @functools.lru_cache(maxsize=64)
 def _rank_names_in(text: str) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(_parsed(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Assign) and _ANSWER.search(ast.unparse(node.value)):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
             found |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
@@ -161,19 +165,4 @@ def _rank_names_in(text: str) -> frozenset[str]:
 
 
 def _tree(path: str) -> ast.Module:
-    return _parsed(_text(path))
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except SyntaxError:
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return parsed(text_of(path))
