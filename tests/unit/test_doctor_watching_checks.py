@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.watching import checks_data, checks_files, checks_gradients, checks_launch, checks_models
+from paceline.doctor.watching import (
+    checks_collectives,
+    checks_data,
+    checks_files,
+    checks_gradients,
+    checks_launch,
+    checks_models,
+)
 from paceline.doctor.watching.probe import optimizers
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.recorder import Recorder
@@ -305,6 +312,36 @@ def test_loader_workers_are_to_blame_for_what_they_do_with_their_seeds(ranks: Ra
     assert [finding.level for finding in found] == ([level] if level else [])
 
 
+@pytest.mark.parametrize("wrong", [True, False])
+def test_parts_that_are_split_differently_are_not_told_as_another_order(ranks: Ranks, wrong: bool) -> None:
+    """Number 0 of one rank's part is another sample than number 0 of the other's."""
+    sides = [{"digest": "a", "indices": [*range(24)]}, {"digest": "b" if wrong else "a", "indices": [*range(8, 32)]}]
+    ranks.tell("subset", *sides, size=24, of=32).tell("sampler", sampler=0, seed=0, shuffle=True, size=24)
+    ranks.tell("loader", loader=0, sampler=0, workers=0).tell("pass", loader=0, number=0)
+    rows = [{"rows": [f"row {n}" for n in range(12)]}, {"rows": [f"row {n + 8}" for n in range(12)]}]
+    ranks.tell("batch", *rows, loader=0, number=0, indices=[*range(12)])
+    assert ids(ranks.found(checks_data.dataset_order_differs)) == ["dataset-order-differs"] * (not wrong)
+    assert ids(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
+
+
+STREAMS = {
+    "the same samples": (["a", "b", "c"], ["a", "b", "c"], True),
+    "the same samples, some of them twice": ([*"abcdefghabcdefgh"], [*"abcdefghabcdefgh"], True),
+    "every other sample": (["a", "c", "e"], ["b", "d", "f"], False),
+    "every other sample, of few that repeat": ([*"acegacegacegaceg"], [*"bdfhbdfhbdfhbdfh"], False),
+    "labels": ([*"abababab"], [*"abababab"], False),
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_stream_is_the_same_if_its_samples_are_or_their_order_is(ranks: Ranks, case: str) -> None:
+    *orders, wrong = STREAMS[case]
+    ranks.tell("loader", loader=0, iterable=True, workers=0, dataset="Lines").tell("pass", loader=0, number=0)
+    ranks.tell("batch", *({"rows": rows} for rows in orders), loader=0, number=0, indices=None)
+    ranks.tell("backward", roots=[], reached=[])
+    assert ids(ranks.found(checks_data.iterable_not_sharded)) == ["iterable-not-sharded"] * wrong
+
+
 # --- models
 
 
@@ -362,3 +399,22 @@ def test_a_device_without_a_number_is_the_one_that_was_chosen() -> None:
         told = [json.loads(ours.recv(1 << 16))["facts"] for _ in range(5)]
     assert [facts["index"] for facts in told] == [None, 1, None, 1, 1]
     assert [facts["how"] for facts in told] == ["to", "to", "to", "set_device", "to"]
+
+
+# --- meetings
+
+
+@pytest.mark.parametrize(("skips", "ends"), [(None, False), (1, False), (1, True)])
+def test_a_batch_without_a_forward_on_one_rank_is_a_step_left_out(ranks: Ranks, skips: int | None, ends: bool) -> None:
+    """Not so the last one before a pass is left, for which there may be other reasons."""
+    ranks.path.write_text("for x in loader:\n    if not len(x):\n        continue\n    loss(model(x)).backward()\n")
+    loads(ranks, 0)
+    for number in range(3):
+        ranks.tell("batch", loader=0, number=0, indices=[], rows=[])
+        both: list[dict[str, Any]] = [{"grad": True}, {} if number == skips else {"grad": True}]
+        ranks.tell("forward", *both, lines=(4,), ddp=0, communicates=False).tell("backward", lines=(4,), roots=[])
+        if ends and number == skips:
+            break
+    (*found,) = ranks.found(checks_collectives.meetings_missed)
+    wrong = skips is not None and not ends
+    assert [(finding.id, finding.line) for finding in found] == [("rank-local-skip", 3)] * wrong

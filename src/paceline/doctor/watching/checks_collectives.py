@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.checks_data import passes
@@ -95,26 +97,26 @@ def _gone_or_stuck(account: Account, run: Run) -> bool:
     return account.code == 0 or run.stopped == "hang" or account.first("end") is not None
 
 
-def _parted(run: Run) -> Iterator[Finding]:
+def meetings_missed(run: Run) -> Iterator[Finding]:
     if any(True for _ in run.all("join")) or any(r["ranks"] not in (None, run.world) for r in run.all("wrap")):
         return  # ranks may do different things, and each knows
     if (skip := _skip(run)) is not None:
         yield from skip
         return
-    parted = parting(run) or _swapped(run)
-    if parted is None:
+    ways = parting(run) or _swapped(run)
+    if ways is None:
         return
-    mine, others = parted.mine, parted.others
+    mine, others = ways.mine, ways.others
     my_conditions = _own_conditions(mine, others)
     their_conditions = _own_conditions(others, mine) if others is not None else []
     if my_conditions and their_conditions:
-        yield from _order(parted)
+        yield from _order(ways)
     elif my_conditions:
-        yield from _conditional(parted.one, mine, parted.other, others, my_conditions)
+        yield from _conditional(ways.one, mine, ways.other, others, my_conditions)
     elif their_conditions and others is not None:
-        yield from _conditional(parted.other, others, parted.one, mine, their_conditions)
+        yield from _conditional(ways.other, others, ways.one, mine, their_conditions)
     else:
-        yield from _left(run, parted) or _order(parted)
+        yield from _left(run, ways) or _order(ways)
 
 
 def _own_conditions(record: Record | None, other: Record | None) -> list[tuple[Place, str]]:
@@ -161,17 +163,61 @@ def _conditional(
         )
 
 
-def _order(parted: Parting) -> Iterator[Finding]:
+def _order(meetings_missed: Parting) -> Iterator[Finding]:
     yield from found(
         "collective-order-differs",
-        parted.mine.place,
+        meetings_missed.mine.place,
         "the ranks call different collectives at the same time",
-        f"meeting {parted.number + 1}: {_stands(parted.one, parted.mine)}; {_stands(parted.other, parted.others)}",
+        f"meeting {meetings_missed.number + 1}: {_stands(meetings_missed.one, meetings_missed.mine)}; {_stands(meetings_missed.other, meetings_missed.others)}",
     )
 
 
 def _skip(run: Run) -> Iterator[Finding] | None:
-    """A rank that goes forward twice where the others go backward in between."""
+    """A rank that leaves out a step: it takes a batch and does not go forward, or goes forward twice where the others
+    go backward in between."""
+    return _without_forward(run) or _without_backward(run)
+
+
+def _without_forward(run: Run) -> Iterator[Finding] | None:
+    for those in zip(*map(_batches_of_training, run.accounts), strict=False):
+        if len({one.of_pass for one in those}) > 1:
+            return None
+        if len({one.went for one in those}) > 1:
+            skipping = next(one.batch for one in those if not one.went)
+            others = next(one.batch for one in those if one.went)
+            return _skipped(
+                skipping.places,
+                f"with batch {those[0].number} of its pass rank {others.rank} went forward, and rank {skipping.rank} "
+                "went on to the next one",
+            )
+    return None
+
+
+class _Taken(NamedTuple):
+    """A batch that a rank took from a loader that it trains with; ``went``: it went forward before the next one."""
+
+    batch: Record
+    of_pass: tuple[int, int]
+    number: int
+    went: bool
+
+
+def _batches_of_training(account: Account) -> list[_Taken]:
+    """Those after which the rank took another one of the same pass."""
+    trained = {one.loader["loader"] for one in passes(account) if one.trains}
+    taken: list[_Taken] = []
+    numbers = Counter[tuple[int, int]]()
+    for record in account.of("batch", "forward"):
+        if record.kind == "batch" and record["loader"] in trained:
+            of_pass = record["loader"], record["number"]
+            numbers[of_pass] += 1
+            taken.append(_Taken(record, of_pass, numbers[of_pass], went=False))
+        elif record.kind == "forward" and record["grad"] and taken:
+            taken[-1] = taken[-1]._replace(went=True)
+    return [one for one, following in pairwise(taken) if one.of_pass == following.of_pass]
+
+
+def _without_backward(run: Run) -> Iterator[Finding] | None:
     doings = [list(account.of("forward", "backward")) for account in run.accounts]
     for number, those in enumerate(zip(*doings, strict=False)):
         kinds = {record.kind for record in those}
@@ -185,26 +231,33 @@ def _skip(run: Run) -> Iterator[Finding] | None:
         if before is None or before.kind != "forward" or before.place != skipping.place or not before["grad"]:
             return None
         nth = sum(record.kind == "forward" for record in doings[skipping.rank][:number])
-        loop = next(iter(loops_around(skipping.places)), None)
-        place = Place(loop.path, loop.skips[0][0]) if loop is not None and loop.skips else before.place
-        why = f", at `if {loop.skips[0][1]}`" if loop is not None and loop.skips else ""
-        return found(
-            "rank-local-skip",
-            place,
-            f"a rank leaves out a step that the others take{why}",
+        return _skipped(
+            before.places,
             f"after forward {nth} rank {others.rank} went backward ({at(others.place)}), "
             f"rank {skipping.rank} went on to the next forward ({at(skipping.place)})",
         )
     return None
 
 
-def _left(run: Run, parted: Parting) -> Iterator[Finding] | None:
+def _skipped(places: Sequence[Place], evidence: str) -> Iterator[Finding]:
+    """At the first ``continue`` of the loop around these lines, if it has one."""
+    loop = next(iter(loops_around(places)), None)
+    line, condition = loop.skips[0] if loop is not None and loop.skips else (None, "")
+    return found(
+        "rank-local-skip",
+        Place(loop.path, line) if loop is not None and line is not None else next(iter(places), None),
+        f"a rank leaves out a step that the others take{f', at `if {condition}`' if condition else ''}",
+        evidence,
+    )
+
+
+def _left(run: Run, meetings_missed: Parting) -> Iterator[Finding] | None:
     """A rank that has left the loop in which another still is."""
-    mine, others = parted.mine, parted.others
-    inside, outside, stays, left = mine, others, parted.one, parted.other
+    mine, others = meetings_missed.mine, meetings_missed.others
+    inside, outside, stays, left = mine, others, meetings_missed.one, meetings_missed.other
     loops = loops_around(mine.places, others.places if others is not None else ())
     if not loops and others is not None:
-        inside, outside, stays, left = others, mine, parted.other, parted.one
+        inside, outside, stays, left = others, mine, meetings_missed.other, meetings_missed.one
         loops = loops_around(others.places, mine.places)
     if not loops:
         return None
@@ -252,4 +305,4 @@ def _batches(run: Run) -> tuple[Place | None, str] | None:
     return None
 
 
-CHECKS = (_parted,)
+CHECKS = (meetings_missed,)

@@ -14,6 +14,8 @@ __all__ = ["CHECKS", "Pass", "by_loader", "passes"]
 
 _DISTINCT = 0.9
 """Samples are told apart by their content if so many of a rank's own are distinct."""
+_TOLD_APART = 8
+"""If so many different samples come to all ranks in one order, they are the same, whichever others repeat."""
 _MOVED = 0.2
 """Of two orders, so many samples of one rank come to another one too, under another number."""
 _PADDED = 8
@@ -95,7 +97,7 @@ def missing_set_epoch(run: Run) -> Iterator[Finding]:
         full = [one for one in those if one.trains and one.indices]
         if sampler is None or not sampler["shuffle"] or len(full) < 2:
             continue
-        same = [one for one in full[1:] if _same_beginning(one.indices, full[0].indices)]
+        same = [one for one in full[1:] if _all_begin_alike([one.indices, full[0].indices])]
         if len(same) == len(full) - 1:
             yield from found(
                 "missing-set-epoch",
@@ -106,9 +108,9 @@ def missing_set_epoch(run: Run) -> Iterator[Finding]:
             )
 
 
-def _same_beginning(one: Sequence[int], other: Sequence[int]) -> bool:
-    length = min(len(one), len(other))
-    return length > 0 and one[:length] == other[:length]
+def _all_begin_alike(orders: Sequence[Sequence[object]]) -> bool:
+    length = min(map(len, orders))
+    return length > 0 and all(order[:length] == orders[0][:length] for order in orders)
 
 
 def sampler_seed_differs(run: Run) -> Iterator[Finding]:
@@ -167,7 +169,8 @@ _PLAIN = frozenset({"RandomSampler", "SequentialSampler"})
 def _stream(those: list[Pass]) -> Iterator[Finding]:
     sets = [set(one.rows) for one in those]
     common = set.intersection(*sets)
-    if all(one.distinct for one in those) and len(common) >= _DISTINCT * min(map(len, sets)):
+    read = all(one.distinct for one in those) and len(common) >= _DISTINCT * min(map(len, sets))
+    if read or (len(common) >= _TOLD_APART and _all_begin_alike([one.rows for one in those])):
         yield from found(
             "iterable-not-sharded",
             those[0].loader.place,
@@ -225,6 +228,8 @@ def dataset_order_differs(run: Run) -> Iterator[Finding]:
             return
     if any(r["where"] == "fetch" for r in run.all("draw")):
         return  # contents are partly random
+    if any(True for _ in random_split_differs(run)):
+        return  # numbers are of parts that are not the same
     shuffled_apart = {r[0]["sampler"] for r in beside(run, "sampler") if len({record["seed"] for record in r}) > 1}
     for passes_of in zip(*(by_loader(account) for account in run.accounts), strict=False):
         loader = passes_of[0][0].loader

@@ -66,7 +66,7 @@ def is_echo(error: Record) -> bool:
     return _ECHO.search(error["text"] or "") is not None
 
 
-def _said(run: Run) -> Iterator[Finding]:
+def words_of_torch(run: Run) -> Iterator[Finding]:
     for record in run.all("error"):
         for pattern, rule, message in _SAYS:
             if re.search(pattern, record["text"] or "", re.DOTALL):
@@ -75,4 +75,4 @@ def _said(run: Run) -> Iterator[Finding]:
                 break
 
 
-CHECKS = (_said,)
+CHECKS = (words_of_torch,)
