@@ -88,6 +88,8 @@ class Builtins(Objects):
             return self._without_arguments(short)
         if (calculation := named(short.rpartition(".")[2])) is not None and len(arguments) == 2 and short in _OPERATORS:
             return calculated(calculation, first, arguments[1])
+        if short == "str" and (text := self.text_of(first, node)) is not first:
+            return text
         if short in _FOLDED and short != "len" and not keywords:
             known = combined(_FOLDED[short], *(a.known for a in arguments))
             kind = "path" if short.startswith(("os.path.", "pathlib.")) else "scalar" if known else "unknown"
@@ -116,14 +118,13 @@ class Builtins(Objects):
             return Value("scalar" if known else "unknown", value.labels, known=known)
         own = frozenset({"size", "count-of-" + value.kind}) | (value.labels & {"world", "shard"})
         if value.kind == "loader":
-            sampler = value.fields.get("sampler")
-            is_sharded = sampler is not None and sampler.of_kind("sampler") is not None
-            own |= frozenset({"count-of-shard"}) if is_sharded else frozenset({"count-of-dataset"})
+            given = [value.fields.get(name, NONE).of_kind("sampler") for name in ("sampler", "batch_sampler")]
+            own |= {"count-of-shard" if any(given) else "count-of-dataset"}
         known = value.length
         if known is None or len(set(known.points)) > 1:
             own |= value.labels & {"rank"}
-        if value.labels & {"unique", "own-size"}:
-            own |= value.labels & VARYING
+        if value.labels & {"unique", "own-size"} or value.name == "sample":  # one of a batch: they may differ in length
+            own |= value.labels & (VARYING | {"own-size"})
         return Value("scalar" if known else "unknown", own, known=known)
 
     def _builtin_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
@@ -244,6 +245,17 @@ class Builtins(Objects):
     def _builtin_vars(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = arguments[0]
         return Value("dict", part_labels(value) | {"open"}, fields=value.fields)
+
+    def _builtin_collections_defaultdict(
+        self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    ) -> Value:
+        first = self.call(arguments[0], [], {}, node) if not arguments[0].is_none else Value()
+        return Value("dict", frozenset({"open"}), fields={"*": first, **keywords})
+
+    def _builtin_print(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+        for argument in arguments:
+            self.text_of(argument, node)
+        return NONE
 
     def _builtin_dict(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
         value = arguments[0]

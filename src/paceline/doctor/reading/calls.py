@@ -344,6 +344,11 @@ class Calls(Surroundings):
             own = carried(v for name, v in made.fields.items() if name != "__class__")
             minded = VARYING | {"partly", "listing", "hash-order", "shuffled"}
             made.labels |= (given | own) & minded if kind != "instance" else given & {"rank", "partly"}
+        if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
+            mark = len(self.trace.events)
+            size = self.call(bound(method, made), [], {}, node)
+            del self.trace.events[mark:]  # nobody has asked yet
+            made.length = size.known if size.known is not None and size.known.loop is None else None
         if kind in ("dataset", "stream"):
             self.event("dataset", node, name=cls.name, arguments={**numbered(arguments), **keywords}, result=made)
         elif "download" in keywords:

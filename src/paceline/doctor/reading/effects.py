@@ -227,12 +227,14 @@ class Effects(Builtins):
                 drop = arguments.get("drop_last", NONE).default is True
                 return combined(lambda n: n // RANKS if drop else -(-n // RANKS), first)
             case "torch.utils.data.DataLoader":
+                if (batches := arguments.get("batch_sampler", NONE).of_kind("sampler")) is not None:
+                    return batches.length
                 sampler = arguments.get("sampler", NONE).of_kind("sampler")
                 dataset = arguments.get("dataset", NONE)
                 count = sampler.length if sampler is not None else dataset.length
-                size = arguments["batch_size"].known if "batch_size" in arguments else Known((1,))
-                drop = arguments.get("drop_last", NONE).default is True
-                return combined(lambda n, b: n // b if drop else math.ceil(n / b), count, size)
+                return _batches(count, arguments)
+            case "torch.utils.data.BatchSampler":
+                return _batches(first, arguments)
         return first if name.startswith("torch.utils.data.") and "Sampler" in name else None
 
     def _split(self, name: str, arguments: dict[str, Value]) -> Value:
@@ -406,10 +408,16 @@ def _length_of(parent: str, name: str, arguments: list[Value]) -> Known | None:
         bounds = [bound.known for bound in arguments[:3]]
         return combined(lambda *parts: len(range(*parts)), *bounds)
     if parent in ("torch", "numpy") and name in _SIZED:
-        shape = arguments[1] if name == "randint" and len(arguments) > 1 else first
+        shape = next((a for a in arguments if a.items), first) if name == "randint" else first
         return shape.items[0].known if shape.items else shape.known
     made_of = first.kind == "tensor" or name in ("tensor", "as_tensor", "stack", "from_numpy")
     return first.length if made_of and name not in ("cat", "concat", "unique") else None
+
+
+def _batches(count: Known | None, arguments: dict[str, Value]) -> Known | None:
+    size = arguments["batch_size"].known if "batch_size" in arguments else Known((1,))
+    drop = arguments.get("drop_last", NONE).default is True
+    return combined(lambda n, b: n // b if drop else math.ceil(n / b), count, size)
 
 
 def _chunks(length: int, parts: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from paceline.doctor.reading.arithmetic import Arithmetic
 from paceline.doctor.reading.knowledge import api, canonical
@@ -26,7 +27,7 @@ from paceline.doctor.reading.values import (
     tested,
 )
 
-__all__ = ["Expressions"]
+__all__ = ["Expressions", "order_of"]
 
 MAX_DEPTH: Final = 400
 
@@ -148,10 +149,14 @@ class Expressions(Arithmetic):
         return Value("scalar", tested(parts), known=known)
 
     def _formattedvalue(self, node: ast.FormattedValue) -> Value:
-        value = self.evaluate(node.value)
+        value = self.text_of(self.evaluate(node.value), node)
         return Value("scalar", labels_of((value,)), known=value.known if node.format_spec is None else None)
 
     # --- functions and comprehensions
+
+    def text_of(self, value: Value, node: ast.AST) -> Value:
+        """What stands for it in a text: a class of the script may say so, and do a lot for it."""
+        return value
 
     def _call(self, node: ast.Call) -> Value:
         receiver = self.evaluate(node.func.value) if isinstance(node.func, ast.Attribute) else None
@@ -197,40 +202,47 @@ class Expressions(Arithmetic):
 
     def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
         found: list[Value] = []
-        lengths: list[Known | None] = []
-        tests: list[Value] = []
-        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.elt)), lengths, tests)
-        kind = "set" if isinstance(node, ast.SetComp) else "list"
-        only = lengths[0].only if lengths and lengths[0] is not None else None
-        whole = len(node.generators) == 1 and not node.generators[0].ifs and only == len(found)
-        filtered = any(part.ifs for part in node.generators) or len(node.generators) > 1
-        return Value(
-            kind,
-            (labels_of(tests) & VARYING) | (set() if whole else {"some"}),
-            items=found,
-            length=None if filtered else lengths[0],
-        )
+        through = _Comprehended()
+        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.elt)), through)
+        labels = labels_of(through.tests) & VARYING
+        if through.selects:
+            labels |= {"own-size"}
+        if not through.is_whole(len(found)):
+            labels |= {"some"}
+        length = None if through.selects else through.lengths[0]
+        if isinstance(node, ast.SetComp):
+            return Value("set", labels, items=found, length=None)
+        return Value("list", labels | through.order, items=found, length=length)
 
     _setcomp = _generatorexp = _listcomp
 
     def _dictcomp(self, node: ast.DictComp) -> Value:
-        found: list[Value] = []
-        self._comprehend(node.generators, lambda: found.append(self.evaluate(node.value)), [], [])
-        return Value("dict", labels_of(found) | {"open"}, fields={"*": found[0]} if found else {})
+        found: list[tuple[Any, Value]] = []
+        through = _Comprehended()
+
+        def entry() -> None:
+            found.append((self.evaluate(node.key).only, self.evaluate(node.value)))
+
+        self._comprehend(node.generators, entry, through)
+        if through.is_whole(len(found)) and all(isinstance(key, str) for key, _ in found):
+            return Value("dict", through.order, fields=dict(found))
+        labels = labels_of(value for _, value in found) | through.order | {"open"}
+        return Value("dict", labels, fields={"*": found[0][1]} if found else {})
 
     def _comprehend(
         self,
         generators: list[ast.comprehension],
         body: Callable[[], None],
-        lengths: list[Known | None],
-        tests: list[Value],
+        through: _Comprehended,
     ) -> None:
         if not generators:
             body()
             return
         first, *rest = generators
         over = self.evaluate(first.iter)
-        lengths.append(over.length)
+        through.lengths.append(over.length)
+        through.order |= order_of(over)
+        through.selects |= bool(first.ifs or rest)
         for loader in self.loaders(over):
             self.event("iterate", first.iter, subject=loader)
         outer = self.frame.scope
@@ -240,8 +252,8 @@ class Expressions(Arithmetic):
             with self.looping(loop):
                 for element in self.elements(over, loop, first.iter):
                     self.assign(first.target, element)
-                    tests += [self.evaluate(test) for test in first.ifs]
-                    self._comprehend(rest, body, lengths, tests)
+                    through.tests += [self.evaluate(test) for test in first.ifs]
+                    self._comprehend(rest, body, through)
         finally:
             self.frame.scope = outer
 
@@ -270,3 +282,26 @@ class Expressions(Arithmetic):
 
 def _count(over: Value) -> Value | None:
     return Value("scalar", over.labels, known=over.length) if over.length is not None else None
+
+
+@dataclass(slots=True)
+class _Comprehended:
+    """What a comprehension went through: how long that is, what it asked of the elements, in which order they came, and
+    whether it leaves some out or takes several of each."""
+
+    lengths: list[Known | None] = field(default_factory=list)
+    tests: list[Value] = field(default_factory=list)
+    order: frozenset[str] = frozenset()
+    selects: bool = False
+
+    def is_whole(self, count: int) -> bool:
+        """Whether so many elements are all."""
+        return not self.selects and self.lengths[0] is not None and self.lengths[0].only == count
+
+
+def order_of(over: Value) -> frozenset[str]:
+    """In which order its elements come, if processes may differ in that. A set has an order of its own in each process,
+    as long as its elements are no numbers."""
+    order = over.labels & {"hash-order", "listing"}
+    numbers = bool(over.items) and all(isinstance(item.default, int | float) for item in over.items or ())
+    return order | {"hash-order"} if over.kind == "set" and not numbers else order

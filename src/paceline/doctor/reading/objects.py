@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Final
 
-from paceline.doctor.reading.expressions import Expressions
+from paceline.doctor.reading.expressions import Expressions, order_of
 from paceline.doctor.reading.knowledge import LAUNCHED, METHODS
 from paceline.doctor.reading.machine import Class, Function
 from paceline.doctor.reading.meaning import TENSORS
@@ -110,6 +110,12 @@ class Objects(Expressions):
         value.fields[name] = child
         return child
 
+    def text_of(self, value: Value, node: ast.AST) -> Value:
+        for name in ("__format__", "__str__", "__repr__"):
+            if (method := method_of(value, name)) is not None:
+                return self.call(bound(method, value), [constant("")] if name == "__format__" else [], {}, node)
+        return value
+
     # --- subscripts
 
     def item(self, value: Value, key: Value, node: ast.AST) -> Value:
@@ -127,6 +133,8 @@ class Objects(Expressions):
                 default = value.fields.get("*") or Value(labels=part_labels(value))
                 value.fields[name] = default
             return value.fields[name]
+        if value.kind == "dict" and (any_one := value.fields.get("*")) is not None and key.kind != "slice":
+            return any_one
         if value.kind == "module" and isinstance(key.only, int | str) and str(key.only) in value.fields:
             held = value.fields[str(key.only)]
             self.on_read(value, str(key.only))
@@ -159,7 +167,8 @@ class Objects(Expressions):
             return Value("scalar", value.labels, known=value.fields["of"].length)
         kind = value.kind if value.kind in ("tensor", "parameter", "batch") else "unknown"
         length = key.length if kind == "tensor" else None
-        return Value("tensor" if kind == "batch" else kind, labels, length=length)
+        name = value.name if value.name == "sample" else ""
+        return Value("tensor" if kind == "batch" else kind, labels, name, length=length)
 
     def _by_index(self, value: Value, key: Value) -> Value | None:
         """Of a list whose elements are known exactly, by an index that differs between ranks or iterations."""
@@ -285,12 +294,12 @@ class Objects(Expressions):
             case "enumerate" | "zip" | "range":
                 return self.elements(value, Loop(self.number(), 0, value), node)[0]
         if value.items:
-            return labelled(joined(value.items), labels_of((Value(labels=value.labels),)) | _order(value))
+            return labelled(joined(value.items), labels_of((Value(labels=value.labels),)) | order_of(value))
         if isinstance(value.code, Class) and (method := method_of(value, "__iter__")) is not None:
             made = self.call(bound(method, value), [], {}, node)
             return self.element(made, node) if made is not value else Value(labels=labels_of((value,)))
         kind = value.kind if value.kind in ("tensor", "batch") else "unknown"
-        return Value(kind, part_labels(value) | _order(value))
+        return Value(kind, part_labels(value) | order_of(value), "sample" if kind != "unknown" else "")
 
     def loaders(self, over: Value) -> list[Value]:
         return list(loaders_in(over))
@@ -367,13 +376,13 @@ class Objects(Expressions):
                 pair = Value(
                     "tuple", items=[Value("scalar"), joined(held) if held else Value(labels=part_labels(value))]
                 )
-                return Value("list", frozenset({"some"}), items=[pair])
+                return Value("list", order_of(value) | {"some"}, items=[pair])
             case "values":
                 if value.kind == "state_dict":
                     return Value("state_dict", value.labels, fields=value.fields)
                 return Value("list", value.labels | {"some"}, items=held or None)
             case "keys":
-                return Value("list", frozenset({"some"}))
+                return Value("list", order_of(value) | {"some"})
             case "update" if first is not None and value.kind == "dict":
                 for field, held_value in first.fields.items():
                     self.write(value.fields, field, held_value)
@@ -432,11 +441,6 @@ def loaders_in(over: Value, depth: int = 6) -> Iterator[Value]:
         elif option.kind == "zip" and depth:
             for part in (option.items or [])[:8]:
                 yield from loaders_in(part, depth - 1)
-
-
-def _order(value: Value) -> frozenset[str]:
-    """A set has none of its own: what comes out of it comes in another order in each process."""
-    return frozenset({"hash-order"}) if value.kind == "set" else frozenset()
 
 
 def _formatted(text: str, *values: Any) -> Any:
