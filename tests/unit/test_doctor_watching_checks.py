@@ -72,8 +72,8 @@ class Ranks:
         if loader is not None:
             self.tell("batch", loader=loader, number=0, indices=[], rows=["a"])
         self.tell("forward", lines=lines, grad=True, ddp=0, training=True, input=facts.pop("input", None), batch=4)
-        mean = [[["MeanBackward0", 4.0]]]
-        return self.tell("backward", lines=lines, roots=mean, reached=[[0, "synced"]], onto=onto, **facts)
+        facts.setdefault("roots", [[["MeanBackward0", 4.0]]])
+        return self.tell("backward", lines=lines, reached=[[0, "synced"]], onto=onto, **facts)
 
     def steps(self, *sides: dict[str, Any], **facts: Any) -> Ranks:
         whole: dict[str, Any] = {
@@ -230,6 +230,19 @@ def test_gradients_are_accumulated_only_over_samples_of_their_own(ranks: Ranks, 
     assert ids(found) == ["accumulation-not-normalised"] * wrong
 
 
+@pytest.mark.parametrize(
+    ("divisor", "rule"),
+    [(1, "accumulation-not-normalised"), (2, None), (3, None), (4, "loss-scaled-by-world-size")],
+)
+def test_what_the_losses_of_two_micro_batches_were_divided_by(ranks: Ranks, divisor: int, rule: str | None) -> None:
+    loads(ranks, 0)
+    roots = [[*[["DivBackward0", divisor]] * (divisor > 1), ["MeanBackward0", 4.0]]]
+    for _ in range(3):
+        ranks.goes(loader=0, roots=roots).goes(loader=0, roots=roots, onto=True).steps()
+    checks = checks_gradients.accumulation_not_normalised, checks_gradients.loss_scaled_by_world_size
+    assert [finding.id for check in checks for finding in ranks.found(check)] == ([rule] if rule else [])
+
+
 @pytest.mark.parametrize(("alike", "wrong"), [([True, True], True), ([True, False], False), (None, False)])
 def test_only_weights_that_are_to_be_equal_are_compared(ranks: Ranks, alike: list[bool] | None, wrong: bool) -> None:
     ranks.tell("init")
@@ -315,7 +328,10 @@ def test_loader_workers_are_to_blame_for_what_they_do_with_their_seeds(ranks: Ra
 @pytest.mark.parametrize("wrong", [True, False])
 def test_parts_that_are_split_differently_are_not_told_as_another_order(ranks: Ranks, wrong: bool) -> None:
     """Number 0 of one rank's part is another sample than number 0 of the other's."""
-    sides = [{"digest": "a", "indices": [*range(24)]}, {"digest": "b" if wrong else "a", "indices": [*range(8, 32)]}]
+    sides: list[dict[str, Any]] = [
+        {"digest": "a", "indices": [*range(24)]},
+        {"digest": "b" if wrong else "a", "indices": [*range(8, 32)]},
+    ]
     ranks.tell("subset", *sides, size=24, of=32).tell("sampler", sampler=0, seed=0, shuffle=True, size=24)
     ranks.tell("loader", loader=0, sampler=0, workers=0).tell("pass", loader=0, number=0)
     rows = [{"rows": [f"row {n}" for n in range(12)]}, {"rows": [f"row {n + 8}" for n in range(12)]}]

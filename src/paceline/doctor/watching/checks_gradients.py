@@ -129,30 +129,47 @@ def redundant_grad_allreduce(run: Run) -> Iterator[Finding]:
 
 
 def accumulation_not_normalised(run: Run) -> Iterator[Finding]:
-    """Several backwards before each step, each of a plain mean over samples of its own, that add up."""
-    account = run.accounts[0]
+    """Plain means over micro-batches that add up."""
+    done = _accumulated(run.accounts[0])
+    each = _micro_batches(done)
+    if done and all(_divisor(record) == 1 for one in done for record in one.of("backward")):
+        yield from found(
+            "accumulation-not-normalised",
+            done[0].of("backward")[0].place,
+            f"each step adds up the gradients of {each} micro-batches, whose losses are means",
+            f"{each} backwards before each of {count(len(done), 'step')}, each of a mean that is not divided "
+            f"by {each}: steps are {each} times as large",
+        )
+
+
+def loss_scaled_by_world_size(run: Run) -> Iterator[Finding]:
+    """Means over micro-batches that are divided by their number and that of the ranks, by which DDP divides too."""
+    done = _accumulated(run.accounts[0])
+    each = _micro_batches(done)
+    if done and run.world > 1 and all(_divisor(r) == each * run.world for one in done for r in one.of("backward")):
+        yield from found(
+            "loss-scaled-by-world-size",
+            done[0].of("backward")[0].place,
+            f"each loss is divided by its step's {each} micro-batches and by the {run.world} ranks, as DDP does",
+            f"{each} backwards before each of {count(len(done), 'step')}, each of a mean divided by {each * run.world}",
+            confidence="likely",
+        )
+
+
+def _accumulated(account: Account) -> list[Interval]:
+    """The steps, if each adds up gradients of several micro-batches of its own samples and takes them as they are."""
     done = [one for one in intervals(account) if one.of("backward")]
-    numbers = [len(one.of("backward")) for one in done]
-    if len(done) < 2 or min(numbers) < 2 or not all(map(_adds_up, done)) or not _of_own_samples(account, done):
-        return
-    each = max(numbers)
-    yield from found(
-        "accumulation-not-normalised",
-        done[0].of("backward")[0].place,
-        f"each step adds up the gradients of {each} micro-batches, whose losses are means",
-        f"{each} backwards before each of {count(len(done), 'step')}, each of a mean that is not divided "
-        f"by {each}: steps are {each} times as large",
+    adds_up = all(
+        len(one.of("backward")) > 1
+        and not one.step["touched"]
+        and all(record["onto"] for record in one.of("backward")[1:])
+        for one in done
     )
+    return done if len(done) > 1 and adds_up and _of_own_samples(account, done) else []
 
 
-def _adds_up(one: Interval) -> bool:
-    """Whether the gradients of plain means are added up, and stepped with as they are."""
-    backwards = one.of("backward")
-    return (
-        not one.step["touched"]
-        and all(_plain_mean(record) for record in backwards)
-        and all(record["onto"] for record in backwards[1:])
-    )
+def _micro_batches(done: Sequence[Interval]) -> int:
+    return max((len(one.of("backward")) for one in done), default=0)
 
 
 def _of_own_samples(account: Account, done: Sequence[Interval]) -> bool:
@@ -169,9 +186,13 @@ def _of_own_samples(account: Account, done: Sequence[Interval]) -> bool:
     )
 
 
-def _plain_mean(backward: Record) -> bool:
-    roots = backward["roots"] or []
-    return len(roots) == 1 and len(roots[0]) == 1 and roots[0][0][0] in _MEANS
+def _divisor(backward: Record) -> float | None:
+    """By what the mean was divided that a backward begins with; ``None``: it begins with something else."""
+    if len(backward["roots"] or ()) != 1:
+        return None
+    *factors, (last, _) = backward["roots"][0] or [["", None]]
+    divides = len(factors) < 2 and all(name == "DivBackward0" for name, _ in factors)
+    return (factors[0][1] if factors else 1) if last in _MEANS and divides else None
 
 
 _MEANS = frozenset(
@@ -402,6 +423,7 @@ CHECKS = (
     no_sync_forward_outside,
     redundant_grad_allreduce,
     accumulation_not_normalised,
+    loss_scaled_by_world_size,
     unequal_weight_average,
     clip_before_sync,
     gradscaler_diverges,
