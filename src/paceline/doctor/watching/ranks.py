@@ -1,8 +1,8 @@
 """The ranks of a run as processes: started as torchrun starts them, and ended without a trace. No torch here.
 
 [Note: nobody is left behind] Each rank leads a process group, which is killed at the end with all that it has started.
-If the doctor itself is killed, the kernel ends the ranks (parent-death signal), and the store's process, whose link to
-the doctor is cut then, ends their groups.
+What has left the group is known by the run's id in its environment. If the doctor itself is killed, the kernel ends the
+ranks (parent-death signal), and the keeper, whose link to the doctor is cut then, ends the rest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline import env
+from paceline.doctor.watching.keeper import end_all_of
+from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import Account
 from paceline.doctor.watching.scratch import Scratch
+from paceline.errors import UsageError
 from paceline.supervisor.processes import Process
 
 __all__ = ["Gpus", "Rank", "started"]
 
 _TAIL_BYTES = 16 * 1024
+_MESSAGES = 256
+"""Whoever tells without end shall not keep the others, and the clock, waiting."""
 Gpus = Literal["none", "mapped", "pretended"]
 """``mapped``: what is asked of GPUs is done on the CPU; ``pretended``: besides, the script is told that there are
 some."""
@@ -49,9 +54,9 @@ class Rank:
         self._popen, self._tail = popen, b""
         os.set_blocking(self.output, False)
 
-    def hear(self) -> bool:
-        """Takes all messages that have come; whether there will be more."""
-        while True:
+    def hear(self, most: int = _MESSAGES) -> bool:
+        """Takes the messages that have come, not more than ``most`` of them; whether there will be more."""
+        for _ in range(most):
             try:
                 message = self.process.link.recv(1 << 18, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -61,10 +66,11 @@ class Rank:
             if not message:
                 return False
             self.account.take(message)
+        return True
 
     def read(self) -> bool:
         """Takes what it has printed; whether there will be more."""
-        for _ in range(64):  # whoever prints without end shall not keep the others waiting
+        for _ in range(_MESSAGES):
             try:
                 printed = os.read(self.output, 1 << 16)
             except BlockingIOError:
@@ -78,7 +84,7 @@ class Rank:
         """Kills it and all it has started, unless that has happened, and takes what is left of it."""
         self.process.kill_group(signal.SIGKILL)
         self.process.wait(5.0)
-        self.hear()
+        self.hear(10_000)
         self.read()
         self.account.tail = self._tail.decode(errors="replace")
         self._popen.returncode = self.process.reap()
@@ -92,35 +98,51 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
 
     Args:
         gpus: what is done about GPUs that the script names. The ranks see none.
+
+    Raises:
+        UsageError: the machine does not let them run.
     """
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        guard = stack.enter_context(_store(listener))
-        ranks: list[Rank] = []
         run_id = uuid.uuid4().hex
-        for number in range(workers):
-            environ = _environment(number, workers, listener.getsockname()[1], run_id, scratch)
-            rank = _start(
-                number, [str(scratch.within(script)), *arguments], environ, scratch, _standing_in(gpus, number, workers)
-            )
-            stack.callback(rank.end)
-            guard.send(str(rank.process.pid).encode())
-            ranks.append(rank)
+        keeper = stack.enter_context(_keeper(run_id))
+        stack.callback(end_all_of, run_id)
+        ranks: list[Rank] = []
+        words = [str(scratch.within(script)), *map(scratch.translated, arguments)]
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # the ranks' from now on: with the store it is gone
+            shared = {
+                "parent": os.getpid(),
+                "listener": listener.fileno(),
+                "home": str(scratch.home),
+                "moved": scratch.moved,
+                "guarded": not scratch.in_place,
+            }
+            for number in range(workers):
+                environ = _environment(number, workers, listener.getsockname()[1], run_id, scratch)
+                settings = {
+                    **shared,
+                    "stacks": str(scratch.home / f"stacks-{number}"),
+                    "gpus": _standing_in(gpus, number, workers),
+                }
+                rank = _start(number, words, environ, settings, scratch.within(Path.cwd()))
+                stack.callback(rank.end)
+                _tell_keeper(keeper, rank)
+                ranks.append(rank)
         yield ranks
+        _be_sure_of_store(scratch)
 
 
 @contextlib.contextmanager
-def _store(listener: socket.socket) -> Iterator[socket.socket]:
-    """The process of the store; the link to it."""
+def _keeper(run_id: str) -> Iterator[socket.socket]:
+    """The link to a new `keeper`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{__package__}.store", str(theirs.fileno()), str(listener.fileno())],
+                [sys.executable, "-P", "-m", f"{__package__}.keeper", str(theirs.fileno()), run_id],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), listener.fileno()],
+                pass_fds=[theirs.fileno()],
                 process_group=0,
             )
         try:
@@ -132,33 +154,45 @@ def _store(listener: socket.socket) -> Iterator[socket.socket]:
             popen.wait()
 
 
-def _start(
-    number: int, words: list[str], environ: dict[str, str], scratch: Scratch, gpus: dict[str, Any] | None
-) -> Rank:
+def _tell_keeper(keeper: socket.socket, rank: Rank) -> None:
+    try:
+        keeper.send(str(rank.process.pid).encode())
+    except OSError:
+        raise UsageError(
+            "cannot watch over the ranks",
+            found="that the process has ended which would end them if the doctor were killed",
+            fix="Is there memory left, and may more processes be started? Try again then",
+        ) from None
+
+
+def _be_sure_of_store(scratch: Scratch) -> None:
+    """Raises UsageError: the ranks could not meet, and what they did shows nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        said = (scratch.home / serving.FAILED).read_text()
+        raise UsageError(
+            "cannot let the ranks meet",
+            found=f"that torch could not serve their store: {said}",
+            needed="a torch whose torch.distributed works, and a loopback interface",
+            fix="Mend that, or use --static",
+        )
+
+
+def _start(number: int, words: list[str], environ: dict[str, str], settings: dict[str, Any], folder: Path) -> Rank:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stacks = scratch.home / f"stacks-{number}"
-    settings = {
-        "parent": os.getpid(),
-        "link": theirs.fileno(),
-        "stacks": str(stacks),
-        "scratch": str(scratch.home),
-        "moved": scratch.moved,
-        "gpus": gpus,
-    }
-    probe = [sys.executable, "-P", "-m", f"{__package__}.probe", json.dumps(settings)]
     with theirs:
+        told = json.dumps({**settings, "link": theirs.fileno()})
         popen = subprocess.Popen(
-            [*probe, *words],
-            cwd=scratch.within(Path.cwd()),
+            [sys.executable, "-P", "-m", f"{__package__}.probe", told, *words],
+            cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), settings["listener"]],
             process_group=0,
         )
-    return Rank(number, popen, ours, stacks)
+    return Rank(number, popen, ours, Path(settings["stacks"]))
 
 
 def _standing_in(gpus: Gpus, rank: int, workers: int) -> dict[str, Any] | None:
@@ -185,6 +219,4 @@ def _environment(rank: int, workers: int, port: int, run_id: str, scratch: Scrat
     }
     environ.setdefault("OMP_NUM_THREADS", "1")
     environ["CUDA_VISIBLE_DEVICES"] = ""  # the same run on every machine
-    if not scratch.in_place:
-        environ["TMPDIR"] = str(scratch.temporary)
-    return environ
+    return environ | scratch.environment(environ)

@@ -1,29 +1,85 @@
 """A folder in which a script runs as if it were in its own, so that what it writes is thrown away.
 
 [Note: a folder of links] The script's folder and the working directory are rebuilt: real folders, copies of small files
-and links to large ones. New files land in the scratch folder; a link is replaced by a copy before it is written to (see
-`probe.files`). Reading needs nothing special, whatever language opens the file.
+and links to large ones. Reading needs nothing special, whatever language opens the file; new files land in the scratch
+folder; a link is replaced by a copy before it is written to. Where there is too much to be rebuilt, a folder is linked
+as it is, and can be read only. That nothing else is written to is seen to by `probe.guarding`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
 import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline import env
 from paceline.errors import UsageError
 
-__all__ = ["Scratch"]
+__all__ = ["Scratch", "scratched"]
 
 _SMALL_BYTES = 256 * 1024
 _COPIED_BYTES = 64 * 1024 * 1024
-_ENTRIES = 200_000
-"""The most that are rebuilt. No folder is ever linked in their place: what is written there would be the original."""
-_WHOLE = frozenset(
+_ENTRIES = 50_000
+"""So much of a folder and all that it holds is rebuilt, the nearest first: work for a second."""
+_FLAT = 5_000
+"""A folder of more files than this holds samples. It is linked."""
+_AS_THEY_ARE = frozenset(
     {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache"}
 )
-"""Linked as they are: large, and nothing that a training script writes to."""
+"""Folders that are large, and nothing that a training script writes to."""
+_MACHINE = frozenset({"/proc", "/sys", "/dev", "/run"})
+
+_CACHES = ("huggingface", "matplotlib", "torch")
+"""What these libraries keep in the user's cache can be added to in the run; what others keep can be read only."""
+_OTHER_CACHES = (
+    "HF_DATASETS_CACHE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "MPLCONFIGDIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_HOME",
+    "TRITON_CACHE_DIR",
+    "WANDB_CACHE_DIR",
+    "WANDB_DATA_DIR",
+    "WANDB_DIR",
+)
+"""Variables that name such folders elsewhere."""
+_PATH = re.compile(r"([^=/]*=)?(/.*)", re.DOTALL)
+"""A word of the command line that is, or ends in, an absolute path: ``/data``, ``--out=/data/out``."""
+
+
+@contextlib.contextmanager
+def scratched(script: Path, *, in_place: bool) -> Iterator[Scratch]:
+    """The folders for a run of ``script`` in the working directory. They are gone with the context.
+
+    Args:
+        in_place: nothing is rebuilt; the script runs where it is.
+
+    Raises:
+        UsageError: there is no room for them, or far too much beside the script.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            made = tempfile.TemporaryDirectory(prefix="paceline-doctor-", ignore_cleanup_errors=True)
+            scratch = Scratch(Path(stack.enter_context(made)).resolve(), in_place)
+            scratch.place(Path.cwd(), script.resolve().parent)
+            scratch.place_caches(env.for_template())
+        except OSError as error:
+            raise UsageError(
+                "cannot make a scratch folder to run the script in",
+                found=str(error),
+                needed="room for links to the files beside the script",
+                fix="Let TMPDIR name a folder with more room, or use --static",
+            ) from None
+        yield scratch
 
 
 @dataclass
@@ -31,7 +87,7 @@ class Scratch:
     """The folders of a run.
 
     Args:
-        home: an empty folder.
+        home: a folder that is empty, or will be made.
         in_place: nothing is rebuilt; the script runs where it is.
 
     Attributes:
@@ -41,24 +97,45 @@ class Scratch:
     home: Path
     in_place: bool
     moved: dict[str, str] = field(default_factory=dict)
-    _entries: int = 0
+    _variables: dict[str, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _copied: int = 0
 
     def place(self, *folders: Path) -> None:
-        """Rebuilds ``folders``; one inside of another is rebuilt with it.
+        """Rebuilds ``folders``; one inside of another is rebuilt with it. Files that vanish meanwhile are left out.
 
         Raises:
+            OSError: e.g. a full disk.
             UsageError: too many files.
         """
         if self.in_place:
             return
-        roots = sorted({folder.resolve() for folder in folders}, key=lambda folder: len(folder.parts))
-        for root in roots:
+        for root in sorted({folder.resolve() for folder in folders}, key=lambda folder: len(folder.parts)):
             if not any(root.is_relative_to(done) for done in self.moved.values()):
-                target = self.home / f"folder-{len(self.moved)}" / root.name
-                target.parent.mkdir(parents=True)
+                target = self._new_place(root)
                 self._rebuild(root, target)
                 self.moved[str(target)] = str(root)
+
+    def place_caches(self, environ: Mapping[str, str]) -> None:
+        """Rebuilds the folders in which libraries keep what they have downloaded or made."""
+        if self.in_place:
+            return
+        cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve()
+        ours = self._new_place(cache)
+        ours.mkdir()
+        for entry in _entries(cache, _FLAT) or ():
+            if entry.name in _CACHES and entry.is_dir():
+                self._rebuild(Path(entry.path).resolve(), ours / entry.name)
+            else:
+                (ours / entry.name).symlink_to(entry.path)
+        self.moved[str(ours)] = str(cache)
+        self._variables["XDG_CACHE_HOME"] = str(ours)
+        for name in _OTHER_CACHES:
+            folder = Path(environ.get(name, ""))
+            if folder.is_absolute():
+                if folder.is_dir():
+                    self.place(folder)
+                self._variables[name] = self.translated(str(folder))
 
     def within(self, path: Path) -> Path:
         """Where ``path`` is now."""
@@ -68,6 +145,37 @@ class Scratch:
                 return Path(target) / path.relative_to(root)
         return path
 
+    def translated(self, word: str) -> str:
+        """A word for the script, in which an absolute path is where it is now: one in a rebuilt folder, or one that is
+        not there yet, and so can only be meant to be written.
+
+        >>> scratch = Scratch(Path("/tmp/home"), False, moved={"/tmp/home/folder-0/project": "/project"})
+        >>> scratch.translated("--epochs=3"), scratch.translated("1/2")
+        ('--epochs=3', '1/2')
+        """
+        match = _PATH.fullmatch(word)
+        if self.in_place or match is None:
+            return word
+        path = Path(os.path.normpath(match[2]))
+        now = self._moved_to(path)
+        if now is None and not os.path.lexists(path):
+            parent = next(parent for parent in path.parents if parent.exists())
+            if len(parent.parts) > 1:
+                new = parent / path.relative_to(parent).parts[0]
+                self.moved[str(self._new_place(new))] = str(new)
+                now = self._moved_to(path)
+        return word if now is None else (match[1] or "") + str(now) + "/" * match[2].endswith("/")
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What differs in the script's environment."""
+        if self.in_place:
+            return {}
+        own = {"TMPDIR": str(self.temporary), "PWD": str(self.within(Path.cwd())), **self._variables}
+        if "PYTHONPATH" in environ:
+            folders = environ["PYTHONPATH"].split(os.pathsep)
+            own["PYTHONPATH"] = os.pathsep.join(str(self._moved_to(Path(folder)) or folder) for folder in folders)
+        return own
+
     @property
     def temporary(self) -> Path:
         """For temporary files."""
@@ -75,39 +183,81 @@ class Scratch:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _rebuild(self, root: Path, target: Path) -> None:
-        target.mkdir()
-        pending = [(root, target)]
-        while pending:
-            folder, there = pending.pop(0)
-            try:
-                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-            except OSError:
-                continue
-            for entry in entries:
-                copy = there / entry.name
-                self._entries += 1
-                if self._entries > _ENTRIES:
-                    raise UsageError(
-                        "cannot run the script in a scratch folder",
-                        found=f"more than {_ENTRIES:,} files beside it, in {root}",
-                        needed="a folder that can be rebuilt",
-                        fix="Use --static, or --in-place to let it write where it is",
-                    )
-                if entry.is_dir(follow_symlinks=False) and entry.name not in _WHOLE:
-                    copy.mkdir()
-                    pending.append((Path(entry.path), copy))
-                elif self._is_small(entry):
-                    shutil.copy2(entry.path, copy)
-                else:
-                    copy.symlink_to(entry.path)
+    def _moved_to(self, path: Path) -> Path | None:
+        """Where a path is now if it is in a rebuilt folder, and in none of that which is linked as it is."""
+        for target, root in self.moved.items():
+            if path.is_relative_to(root) and root != "/":  # in which everything is
+                now = Path(target) / path.relative_to(root)
+                if now.parent.resolve().is_relative_to(self.home):
+                    return now
+        return None
 
-    def _is_small(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a file is to be copied."""
-        if not entry.is_file() or not os.access(entry.path, os.R_OK):
+    def _new_place(self, root: Path) -> Path:
+        parent = self.home / f"folder-{next(self._numbers)}"
+        parent.mkdir(parents=True)
+        return parent / (root.name or "root")
+
+    def _rebuild(self, root: Path, target: Path) -> None:
+        pending, left, followed = deque([(root, target)]), _ENTRIES, set[Path]()
+        while pending:
+            folder, copy = pending.popleft()
+            entries = _entries(folder, left if folder == root else min(left, _FLAT))
+            if entries is None and folder != root:
+                copy.symlink_to(folder)
+                continue
+            if entries is None:
+                raise UsageError(
+                    "cannot run the script in a scratch folder",
+                    found=f"more than {_ENTRIES:,} files in {root} itself, or that they cannot be listed",
+                    needed="a folder of which links can be made",
+                    fix="Start it from another folder, use --static, or --in-place to let it write where it is",
+                )
+            copy.mkdir()
+            left -= len(entries)
+            for entry in entries:
+                there, real = (
+                    copy / entry.name,
+                    Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path),
+                )
+                if entry.is_symlink() and real.is_relative_to(root):
+                    there.symlink_to(target / real.relative_to(root))
+                elif self._is_to_be_rebuilt(real, root) and real not in followed:
+                    followed.add(real)
+                    pending.append((Path(entry.path), there))
+                elif not (self._is_small(real) and _is_copied(real, there)) and os.path.lexists(entry.path):
+                    there.symlink_to(entry.path)
+
+    def _is_to_be_rebuilt(self, real: Path, root: Path) -> bool:
+        """Whether it is a folder that is to be looked into."""
+        if not real.is_dir() or real.name in _AS_THEY_ARE or str(real) in _MACHINE:
             return False
-        size = entry.stat().st_size
-        if size > _SMALL_BYTES or self._copied + size > _COPIED_BYTES:
+        return real != self.home and not root.is_relative_to(real)
+
+    def _is_small(self, file: Path) -> bool:
+        """Whether a file is to be copied: sources always, so that they are found beside what they write."""
+        if not file.is_file() or not os.access(file, os.R_OK):
+            return False
+        size = file.stat().st_size
+        if size > _SMALL_BYTES or (self._copied + size > _COPIED_BYTES and file.suffix != ".py"):
             return False
         self._copied += size
         return True
+
+
+def _entries(folder: Path, most: int) -> list[os.DirEntry[str]] | None:
+    """What a folder holds, by name; ``None``: more than ``most``, or it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            found = list(itertools.islice(entries, most + 1))
+    except OSError:
+        return None
+    return sorted(found, key=lambda entry: entry.name) if len(found) <= most else None
+
+
+def _is_copied(file: Path, there: Path) -> bool:
+    """Copies a file, if it can be read and is still there."""
+    try:
+        shutil.copy2(file, there)
+    except (FileNotFoundError, PermissionError, shutil.SpecialFileError):
+        return False
+    return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from paceline import stacks
-from paceline.doctor.watching.probe import files
-from paceline.doctor.watching.probe.hooking import install
+from paceline.doctor.watching.probe import files, serving
+from paceline.doctor.watching.probe.guarding import Guard
+from paceline.doctor.watching.probe.hooking import install, on_audit
 from paceline.doctor.watching.probe.importing import after_import
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import Place
@@ -33,40 +35,50 @@ def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
     """The life of a rank. Returns its exit code.
 
     Args:
-        settings: ``parent`` (process id), ``link`` (descriptor), ``stacks`` (file), ``scratch`` (folder), ``moved``
-            (folders in it, and what they stand for) and ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named).
+        settings: ``parent`` (process id), ``link`` (descriptor), ``listener`` (that of the store's socket), ``home``
+            (folder of the run), ``moved`` (folders in it, and what they stand for), ``guarded`` (whether the script may
+            write there only), ``stacks`` (file) and ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named).
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != settings["parent"]:
         return 1
     recorder = Recorder(socket.socket(fileno=settings["link"]), settings["moved"])
-    os.set_inheritable(settings["link"], False)
+    for descriptor in (settings["link"], settings["listener"]):
+        os.set_inheritable(descriptor, False)
     stacks.dump_on_signal(Path(settings["stacks"]))
-    _watch(recorder, settings["scratch"], settings["gpus"])
+    guard = Guard(recorder, Path(settings["home"])) if settings["guarded"] else None
+    _watch(recorder, guard, settings)
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).absolute().parent))  # started with -P, which leaves this out
     return _run(recorder, script)
 
 
-def _watch(recorder: Recorder, scratch: str, gpus: dict[str, Any] | None) -> None:
-    files.own_files_under(scratch)
-    files.watch_files(recorder)
+def _watch(recorder: Recorder, guard: Guard | None, settings: dict[str, Any]) -> None:
+    if guard is not None:
+        guard.hold()
+    on_audit(recorder, *([guard.events] if guard is not None else []), files.events(recorder))
     install(recorder, files.STANDARD_TABLE)
+    saving, gpus = files.saving(guard), settings["gpus"]
 
     def torch_imported() -> None:
-        from paceline.doctor.watching.probe import communication, data, optimizers, training
-        from paceline.doctor.watching.probe import gpus as standing_in
+        with recorder.unnoticed():
+            from paceline.doctor.watching.probe import communication, data, optimizers, training
+            from paceline.doctor.watching.probe import gpus as standing_in
 
-        if gpus is not None:
-            install(recorder, standing_in.TABLE)  # before the others, so that these see what the script says
-            standing_in.put_on_cpu(recorder, **gpus)
-        for module in (data, training, optimizers, communication, files):
-            install(recorder, module.TABLE)
-        training.watch_modules(recorder)
-        optimizers.watch_steps(recorder)
+            if gpus is not None:
+                install(recorder, standing_in.TABLE)  # before the others, so that these see what the script says
+                standing_in.put_on_cpu(recorder, **gpus)
+            for module in (data, training, optimizers, communication, files):
+                install(recorder, module.TABLE)
+            training.watch_modules(recorder)
+            for name in ("torch", "torch.jit"):
+                install(recorder, saving.pop(name))
+            optimizers.watch_steps(recorder)
+            serving.serve_once(settings["listener"], Path(settings["home"]))
 
-    trackers = {name: (lambda table=table: install(recorder, table)) for name, table in files.TRACKERS.items()}
-    after_import({"torch": torch_imported, **trackers})
+    others = {**files.TRACKERS, **{name: table for name, table in saving.items() if not name.startswith("torch")}}
+    installed = {name: functools.partial(install, recorder, table) for name, table in others.items()}
+    after_import({"torch": torch_imported, **installed})
 
 
 def _run(recorder: Recorder, script: str) -> int:

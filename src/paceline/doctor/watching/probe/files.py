@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.doctor.watching.probe.guarding import Guard
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
+from paceline.doctor.watching.records import Place
 
-__all__ = ["STANDARD_TABLE", "TABLE", "TRACKERS", "watch_files"]
+__all__ = ["STANDARD_TABLE", "TABLE", "TRACKERS", "events", "saving"]
 
 _LINES = 40
 """So many lines from one place are told."""
@@ -23,70 +25,72 @@ _FILES = 2000
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
-def watch_files(recorder: Recorder) -> None:
-    """Tells of files that are written, and of those read that were written since this process began.
-
-    A file of the scratch folder that is a link to an original is made a copy before it is written to.
-    """
+def events(recorder: Recorder) -> Mapping[str, Callable[..., None]]:
+    """By audit event what tells of files that are written, of those read that were written since this process began,
+    and of downloads."""
     began_s, told = time.time() - 1.0, Counter[str]()
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, _, flags = arguments
-            if not isinstance(path, str | bytes | os.PathLike) or told["open"] > _FILES:
-                return
-            name = _absolute(path)
-            if name.startswith(("/dev/", "/proc/", "/sys/")) or "__pycache__" in name:
-                return
-            if flags & _WRITING:
-                _own(name, keep=not flags & os.O_TRUNC)
-                told["open"] += 1
-                mode = "append" if flags & os.O_APPEND else "write"
-                own = recorder.called_by_user() or Path(name).is_relative_to(Path.cwd())
-                recorder.tell("open", path=recorder.original(name), mode=mode, own=own)
-            else:
-                with contextlib.suppress(OSError):
-                    if Path(name).stat().st_mtime >= began_s:
-                        told["open"] += 1
-                        recorder.tell("read", path=recorder.original(name))
-        elif event == "urllib.Request":
-            recorder.tell("download", url=str(arguments[0])[:200])
+    def opened(path: Any, _: object, flags: int) -> None:
+        if not isinstance(path, str | bytes | os.PathLike) or told["open"] > _FILES:
+            return
+        name = _absolute(path)
+        if name.startswith(("/dev/", "/proc/", "/sys/")) or "__pycache__" in name:
+            return
+        if flags & _WRITING:
+            told["open"] += 1
+            mode = _mode(flags)
+            own = recorder.called_by_user() or Path(name).is_relative_to(Path.cwd())
+            recorder.tell("open", path=recorder.original(name), mode=mode, own=own)
+        else:
+            with contextlib.suppress(OSError):
+                if Path(name).stat().st_mtime >= began_s:
+                    told["open"] += 1
+                    recorder.tell("read", path=recorder.original(name))
 
-    def guarded(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "urllib.Request") and not busy:
-            busy.append(True)
-            with recorder.unnoticed():
-                hook(event, arguments)
-            busy.pop()
+    def requested(url: Any, *_: object) -> None:
+        recorder.tell("download", url=str(url)[:200])
 
-    busy: list[bool] = []
-    sys.addaudithook(guarded)
+    def locked(descriptor: int, *_: object) -> None:
+        recorder.tell("lock", path=recorder.original(str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+
+    return {"open": opened, "urllib.Request": requested, "fcntl.flock": locked, "fcntl.lockf": locked}
 
 
-def _own(path: str, *, keep: bool) -> None:
-    """Puts a file in place of a link to an original; with its content, if that is to be kept."""
-    link = Path(path)
-    if path.startswith(_scratch) and link.is_symlink():
-        original = link.resolve()
-        link.unlink()
-        if keep:
-            shutil.copyfile(original, path)
+def _mode(flags: int) -> str:
+    """How a file is opened for writing."""
+    if flags & os.O_EXCL:
+        return "exclusive"
+    if flags & os.O_APPEND:
+        return "append"
+    return "write" if flags & (os.O_CREAT | os.O_TRUNC) else "update"
 
 
-_scratch = "\0"
+def saving(guard: Guard | None) -> dict[str, tuple[Hooked, ...]]:
+    """By module its functions that write a file in C, which no audit event announces.
+
+    Args:
+        guard: what these may write to; ``None``: anything.
+    """
+
+    def row(module: str, name: str, path: str, saved: str | None = None) -> tuple[Hooked, ...]:
+        hook = functools.partial(_saved, guard=guard, path_name=path, saved_name=saved)
+        return (Hooked(module, name, hook, scope="save"),)
+
+    return {
+        "torch": row("torch", "save", "f", "obj"),
+        "torch.jit": row("torch.jit", "save", "f"),
+        "safetensors.torch": row("safetensors.torch", "save_file", "filename", "tensors"),
+        "safetensors.numpy": row("safetensors.numpy", "save_file", "filename", "tensor_dict"),
+    }
 
 
-def own_files_under(scratch: str) -> None:
-    """Links under this folder are not to be written through."""
-    global _scratch
-    _scratch = scratch
-
-
-def _saved(call: Call) -> Generator[None, Any, None]:
-    path = _path(call, "f")
+def _saved(call: Call, guard: Guard | None, path_name: str, saved_name: str | None) -> Generator[None, Any, None]:
+    path = _path(call, path_name)
     if path is not None:
-        _own(path, keep=False)
-        call.recorder.tell("save", path=call.recorder.original(path), prefixed=_prefixed(call["obj"]))
+        prefixed = saved_name is not None and _prefixed(call[saved_name])
+        call.recorder.tell("save", path=call.recorder.original(path), prefixed=prefixed)
+        if guard is not None:
+            guard.about_to_write(Path(path), keep=False)
     yield
 
 
@@ -117,17 +121,24 @@ def _prefixed(value: Any, depth: int = 3) -> bool:
     return any(_prefixed(item, depth - 1) for item in value.values())
 
 
-_printed = Counter[Any]()
+_printed = Counter[tuple[Place, ...]]()
 
 
 def _line_printed(call: Call) -> Generator[None, Any, None]:
-    stream = call.kwargs.get("file")
-    places = call.recorder.places() if stream in (None, sys.stdout) else ()
+    places = call.recorder.places() if _is_shown(call.kwargs.get("file") or sys.stdout) else ()
     if places:
-        _printed[places[0]] += 1
-        if _printed[places[0]] <= _LINES:
+        _printed[places] += 1
+        if _printed[places] <= _LINES:
             call.recorder.tell("print", places=places, text=" ".join(str(value) for value in call.args)[:120])
     yield
+
+
+def _is_shown(stream: Any) -> bool:
+    """Whether what is written there ends on the screen, and not in a file or nowhere."""
+    try:
+        return bool(stream.fileno() == 1)
+    except (AttributeError, OSError, ValueError):  # no stream of the system, or closed
+        return False
 
 
 def _slept(call: Call) -> Generator[None, Any, None]:
@@ -191,7 +202,6 @@ STANDARD_TABLE = (
 )
 """Of Python itself."""
 TABLE = (
-    Hooked("torch", "save", _saved, scope="save"),
     Hooked("torch", "load", _loaded, scope="load"),
     Hooked("torch.hub", "download_url_to_file", _downloaded, scope="download"),
     Hooked("torch.cuda", "is_available", _gpus_asked),

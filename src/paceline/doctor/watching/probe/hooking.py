@@ -7,8 +7,9 @@ A hook is a generator function: it gets the call, does its part, yields once, ge
         yield
         call.recorder.done(number)
 
-What it raises is told as a ``fault`` and goes no further: a hook must not be noticed. The function itself is called
-once, with the arguments it was given unless the hook replaces some (`Call.put`), and returns and raises what it does.
+What it raises is told as a ``fault`` and goes no further, since a hook must not be noticed; but for `RefusedError`, in
+place of the call. The function itself is called once, with the arguments it was given unless the hook replaces some
+(`Call.put`), and returns and raises what it does.
 
 [Note: nested calls] torch's functions call one another. Of hooks with the same `scope` only the outermost call is seen:
 those inside of it are torch's own.
@@ -20,13 +21,14 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paceline.doctor.watching.probe.recorder import Recorder
 
-__all__ = ["Call", "Hook", "Hooked", "install"]
+__all__ = ["Call", "Hook", "Hooked", "install", "on_audit"]
 
 Hook = Callable[["Call"], Generator[None, Any, None]]
 
@@ -96,6 +98,30 @@ def install(recorder: Recorder, table: Iterable[Hooked]) -> None:
             continue
         wrapped = _wrapped(recorder, function, row)
         setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+
+
+def on_audit(recorder: Recorder, *tables: Mapping[str, Callable[..., None]]) -> None:
+    """From now on calls what a table has by the name of an audit event, with its arguments, before that is done. What
+    is done by these calls themselves is not looked at.
+    """
+    actions: dict[str, list[Callable[..., None]]] = {}
+    for table in tables:
+        for event, action in table.items():
+            actions.setdefault(event, []).append(action)
+    looking = threading.local()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in actions or getattr(looking, "now", False):
+            return
+        looking.now = True
+        try:
+            for action in actions[event]:
+                with recorder.unnoticed():
+                    action(*arguments)
+        finally:
+            looking.now = False
+
+    sys.addaudithook(hook)
 
 
 def _wrapped(recorder: Recorder, function: Callable[..., Any], row: Hooked) -> Callable[..., Any]:

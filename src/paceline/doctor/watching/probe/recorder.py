@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -15,10 +16,14 @@ from typing import Any
 from paceline.callsite import in_libraries
 from paceline.doctor.watching.records import Place, pack
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "RefusedError"]
 
 _DEPTH = 6
 """So many of the user's lines are told of a call."""
+
+
+class RefusedError(PermissionError):
+    """What the script may not do. The only thing raised by a hook that the script shall notice."""
 
 
 class Recorder:
@@ -34,22 +39,22 @@ class Recorder:
 
     def __init__(self, link: socket.socket, moved: dict[str, str]) -> None:
         self._link, self._moved = link, moved
-        self._number, self._main = 0, os.getpid()
+        self._numbers, self._main = itertools.count(1), os.getpid()
         self._kept: dict[str, str | None] = {}
         self.syncs = 0
 
     def tell(self, kind: str, *, places: tuple[Place, ...] | None = None, **facts: Any) -> int:
         """Tells of something; the number by which to tell of its end."""
-        self._number += 1
+        number = next(self._numbers)  # of this thread, whatever others tell meanwhile
         found = self.places() if places is None else places
         self._send(
             kind=kind,
-            number=self._number,
+            number=number,
             places=[(place.path, place.line, place.function) for place in found],
             syncs=self.syncs,
             facts=facts,
         )
-        return self._number
+        return number
 
     def done(self, number: int, *, failed: bool = False, **facts: Any) -> None:
         """What was told as `number` is over."""
@@ -57,9 +62,14 @@ class Recorder:
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """What is raised inside is told as a ``fault``, and goes no further: looking on must not be noticed."""
+        """What is raised inside is told as a ``fault``, and goes no further: looking on must not be noticed.
+
+        But for `RefusedError`.
+        """
         try:
             yield
+        except RefusedError:
+            raise
         except Exception as error:
             self.tell("fault", text=f"{type(error).__name__}: {error}", places=())
 
@@ -83,7 +93,7 @@ class Recorder:
         """A path in a folder that stands for another one, as it is there."""
         for scratch, original in self._moved.items():
             if path == scratch or path.startswith(scratch + os.sep):
-                return original + path[len(scratch) :]
+                return str(Path(original) / path[len(scratch) + 1 :])
         return path
 
     def called_by_user(self) -> bool:
