@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.doctor.causes import unexplained
-from paceline.doctor.findings import Finding, merged
+from paceline.doctor.findings import Finding, Obeyed, merged
 from paceline.doctor.lines import comments, statement_at
 from paceline.doctor.reading import read
 from paceline.doctor.rules import RULES, rule
 from paceline.doctor.watching import Limits, Watched, watch
 
-__all__ = ["Examination", "Limits", "examine"]
+__all__ = ["Examination", "Limits", "examine", "settled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +67,32 @@ def examine(
     if not was_read.looked:
         return Examination(findings=(), notes=was_read.notes, cannot="; ".join(was_read.notes))
     watched = watch(script, arguments, limits, tell=tell) if limits is not None else Watched()
-    wanted = (set(select) or set(RULES)) - set(ignore)
-    found = [f for f in (*was_read.findings, *watched.findings) if f.id in wanted and not _silenced(f)]
-    held = [
-        finding
-        for finding in found
-        if finding.seen == "run" or not any(obeyed.holds_for(finding) for obeyed in watched.obeyed)
-    ]
+    found = (*was_read.findings, *watched.findings)
     files = dict.fromkeys([str(script), *(finding.path for finding in found)])
     return Examination(
-        findings=tuple(merged(unexplained(held))),
+        findings=tuple(settled(found, obeyed=watched.obeyed, select=select, ignore=ignore)),
         notes=(*was_read.notes, *watched.notes, *_mistaken(files)),
         cannot=watched.cannot,
         printed=watched.printed,
     )
+
+
+def settled(
+    findings: Iterable[Finding],
+    *,
+    obeyed: Collection[Obeyed] = (),
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> list[Finding]:
+    """What is told of all that both passes have found, the worst first.
+
+    In this order: what nobody asked for goes, so that it explains nothing; then what was read and the run has refuted;
+    then what follows from the rest; and each mistake is told once.
+    """
+    wanted = (set(select) or set(RULES)) - set(ignore)
+    asked = [finding for finding in findings if finding.id in wanted and not _silenced(finding)]
+    held = [f for f in asked if f.seen == "run" or not any(rule.holds_for(f) for rule in obeyed)]
+    return merged(unexplained(held))
 
 
 def _silenced(finding: Finding) -> bool:

@@ -87,8 +87,8 @@ def _guarded(check: Callable[[Run], Iterable[_T]], run: Run, notes: list[str]) -
     try:
         yield from check(run)
     except Exception as error:
-        name = check.__name__.strip("_").replace("_", "-")
-        rule = f"rule {name}" if name in RULES else f"something ({check.__module__.rpartition('.')[2]}, {name})"
+        name = check.__name__.replace("_", "-")
+        rule = f"rule {name}" if name in RULES else f"what {check.__module__.rpartition('.')[2]} asks ({name})"
         notes.append(f"{rule} could not be judged: {type(error).__name__}: {error}")
 
 
