@@ -17,8 +17,8 @@ from paceline.doctor.examine import Limits, examine
 from paceline.doctor.findings import Finding
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "doctor_scripts"
-RUN = {"right/rank0_evaluation.py", "wrong/engine_package"}
-"""Those that are run, too, each time; the others with ``--long``."""
+RUN = {"right/rank0_evaluation.py", "wrong/accumulate.py", "wrong/engine_package"}
+"""Those that are run, too, each time, of a mistake in data, in gradients and in files; the others with ``--long``."""
 
 
 def of(kind: str) -> list[str]:
