@@ -252,7 +252,7 @@ def test_only_weights_that_are_to_be_equal_are_compared(ranks: Ranks, alike: lis
     found = ranks.found(checks_gradients.replicas_start_different) + ranks.found(checks_gradients.replicas_diverged)
     assert ids(found) == ["replicas-start-different", "replicas-diverged"] * wrong
     if wrong:
-        assert "in head:" in found[1].evidence
+        assert found[1].evidence.endswith(", in head")
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,20 @@ def test_a_copy_of_gradients_that_is_not_put_back_is_for_show(
 ) -> None:
     ranks.goes().tell("collective", op="all_reduce", ranks=[0, 1], grads="ddp", copied=copied).steps(touched=touched)
     assert ids(ranks.found(checks_gradients.redundant_grad_allreduce)) == ["redundant-grad-allreduce"] * wrong
+
+
+@pytest.mark.parametrize(("loads", "rule"), [(None, "replicas-diverged"), ((0,), "resume-on-one-rank")])
+def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
+    ranks: Ranks, loads: tuple[int, ...] | None, rule: str
+) -> None:
+    ranks.tell("init").goes().steps(alike=[True])
+    if loads is not None:
+        own: list[dict[str, Any]] = [{"whole": True} if rank in loads else {} for rank in (0, 1)]
+        ranks.tell("load-state", *own, lines=(3,), ddp=0, lost=False)
+    ranks.goes().steps({"values": ["b"]}, {"values": ["c"]})
+    checks = checks_gradients.resume_on_one_rank, checks_gradients.replicas_start_different
+    found = [finding for check in checks for finding in ranks.found(check)]
+    assert ids(found or ranks.found(checks_gradients.replicas_diverged)) == [rule]
 
 
 def test_gradients_are_known_flattened_and_scaled_too() -> None:

@@ -91,8 +91,9 @@ def download_on_all_ranks(run: Run) -> Iterator[Finding]:
 def load_without_barrier(run: Run) -> Iterator[Finding]:
     saves = _by(run, "save", "path")
     for path, by_rank in _by(run, "load", "path").items():
-        for writer in (those[0] for those in saves.get(path, {}).values()):
-            early = [those[0] for rank, those in by_rank.items() if rank != writer.rank and _unmet(writer, those[0])]
+        for writer in (record for those in saves.get(path, {}).values() for record in those):
+            others = (record for rank, those in by_rank.items() if rank != writer.rank for record in those)
+            early = [record for record in others if _unmet(writer, record)]
             if early and early[0].rank not in saves[path]:
                 yield from found(
                     "load-without-barrier",

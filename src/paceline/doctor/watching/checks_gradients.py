@@ -34,7 +34,9 @@ def _reached(one: Interval) -> dict[int, str | None]:
 
 
 def _gap_of(those: Sequence[Interval], name: str) -> str:
-    return f"{gap([one.step[name] for one in those]):.3g}"
+    """How far apart the ranks are; a few values of each tensor are told."""
+    apart = gap([one.step[name] for one in those])
+    return f"by up to {apart:.3g} in the values looked at" if apart else "in other values than those looked at"
 
 
 def _differ(those: Sequence[Interval], name: str) -> bool:
@@ -71,9 +73,7 @@ def _unequal(those: Sequence[Interval]) -> str:
     """How far apart the ranks are at a step, in a sentence."""
     number = those[0].number + 1
     if _differ(those, "grads"):
-        return (
-            f"at step {number} the ranks' gradients differ by up to {_gap_of(those, 'grad_sample')} (values looked at)"
-        )
+        return f"at step {number} the ranks' gradients differ {_gap_of(those, 'grad_sample')}"
     return f"step {number} was taken without any reduction"
 
 
@@ -293,7 +293,7 @@ def params_changed_after_wrap(run: Run) -> Iterator[Finding]:
             later = [those for those in _steps(run) if those[0].number > one.number]
             apart = ""
             if later and _differ(later[-1], "values"):
-                apart = f"; weights differ by {_gap_of(later[-1], 'sample')} after {later[-1][0].number} steps"
+                apart = f"; weights differ {_gap_of(later[-1], 'sample')} after {later[-1][0].number} steps"
             yield from found(
                 "params-changed-after-wrap",
                 wraps[0].place if wraps else one.step.place,
@@ -347,7 +347,8 @@ def _with_only(one: Interval, mask: Sequence[bool]) -> Interval:
 
 
 def resume_on_one_rank(run: Run) -> Iterator[Finding]:
-    if (told := _starting_apart(run)) is not None and 0 < len(told.loaders) < run.world:
+    told = _first_apart(run)
+    if told is not None and 0 < len(told.loaders) < run.world:
         who = sorted(told.loaders)
         yield from found(
             "resume-on-one-rank",
@@ -358,53 +359,56 @@ def resume_on_one_rank(run: Run) -> Iterator[Finding]:
 
 
 def replicas_start_different(run: Run) -> Iterator[Finding]:
-    if (told := _starting_apart(run)) is not None and len(told.loaders) in (0, run.world):
-        made = run.accounts[0].first("optimizer") or told.first.step
+    told = _first_apart(run)
+    if told is not None and told.before is None and len(told.loaders) in (0, run.world):
+        made = run.accounts[0].first("optimizer") or told.those[0].step
         yield from found(
             "replicas-start-different", made.place, "each rank begins with weights of its own", told.evidence
         )
 
 
-class _Apart(NamedTuple):
-    """Weights that are not equal before the first step, and by rank where it had loaded a state, if it had."""
+def replicas_diverged(run: Run) -> Iterator[Finding]:
+    if (told := _first_apart(run)) is not None:
+        cause = ""
+        if told.before is not None and _differ(told.before, "grads"):
+            apart = _gap_of(told.before, "grad_sample")
+            cause = f"; the gradients of step {told.before[0].number + 1} differed {apart}"
+        yield from found(
+            "replicas-diverged",
+            (told.before or told.those)[0].step.place,
+            "the ranks' weights are not the same any more",
+            f"{told.evidence}, in {_names(run, told.those)}{cause}",
+        )
 
-    first: Interval
+
+class _Apart(NamedTuple):
+    """Weights that are not equal any more.
+
+    Args:
+        those, before: the first step that is taken with them, and the one before, if there was one.
+        loaders: by rank where it has loaded a state in between, if it has.
+    """
+
+    those: list[Interval]
+    before: list[Interval] | None
     loaders: dict[int, Record]
     evidence: str
 
 
-def _starting_apart(run: Run) -> _Apart | None:
-    first = next(_of_replicas(run), None)
-    if first is None or not _differ(first, "values") or not any(True for _ in run.all("init")):
-        return None
-    loads: dict[int, Record] = {}
-    for record in run.all("load-state"):
-        if record.at_s < first[0].step.at_s and record["whole"] is not False:
-            loads.setdefault(record.rank, record)
-    apart = _gap_of(first, "sample")
-    return _Apart(
-        first[0], loads, f"before the first step the ranks' weights differ by up to {apart} (values looked at)"
-    )
-
-
-def replicas_diverged(run: Run) -> Iterator[Finding]:
-    previous: list[Interval] | None = None
-    for those in _of_replicas(run):
-        if _differ(those, "values") and any(True for _ in run.all("init")):
-            names = _names(run, those)
-            cause = ""
-            if previous is not None and _differ(previous, "grads"):
-                cause = (
-                    f"; the gradients of step {previous[0].number + 1} differed by {_gap_of(previous, 'grad_sample')}"
-                )
-            yield from found(
-                "replicas-diverged",
-                (previous or those)[0].step.place,
-                "the ranks' weights are not the same any more",
-                f"first seen before step {those[0].number + 1}, in {names}: up to {_gap_of(those, 'sample')}{cause}",
-            )
-            return
-        previous = those
+def _first_apart(run: Run) -> _Apart | None:
+    before: list[Interval] | None = None
+    for those in _of_replicas(run) if any(run.all("init")) else ():
+        if _differ(those, "values"):
+            since_s = before[0].step.at_s if before is not None else 0.0
+            loads: dict[int, Record] = {}
+            for record in run.all("load-state"):
+                if since_s < record.at_s < those[0].step.at_s and record["whole"] is not False:
+                    loads.setdefault(record.rank, record)
+            when = f"before step {those[0].number + 1}"
+            told = f"{when} the ranks' weights differ {_gap_of(those, 'sample')}"
+            return _Apart(those, before, loads, told)
+        before = those
+    return None
 
 
 def _names(run: Run, those: Sequence[Interval]) -> str:

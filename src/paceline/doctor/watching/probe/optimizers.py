@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -23,6 +24,7 @@ _SAMPLED_VALUES = 8
 
 _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _names_told: dict[int, tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+_numbers = itertools.count()
 _running: list[int] = []
 _reduced: set[int] = set()
 """Ids of parameters whose gradients the script has reduced itself."""
@@ -161,7 +163,9 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _number(optimizer: Any) -> int:
-    return _optimizers.setdefault(optimizer, len(_optimizers))
+    if optimizer not in _optimizers:
+        _optimizers[optimizer] = next(_numbers)
+    return _optimizers[optimizer]
 
 
 def _is_whole(parameter: Any) -> bool:

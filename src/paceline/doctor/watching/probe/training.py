@@ -351,12 +351,13 @@ def _scaler_updated(call: Call) -> Generator[None, Any, None]:
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 _schedulers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_scheduler_numbers = itertools.count()
 
 
 def _scheduler_made(call: Call) -> Generator[None, Any, None]:
     yield
     scheduler = call.owner
-    number = _schedulers[scheduler] = len(_schedulers)
+    number = _schedulers[scheduler] = next(_scheduler_numbers)
     length = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), None)
     call.recorder.tell("schedule", scheduler=number, name=type(scheduler).__name__, length=length)
 
