@@ -214,3 +214,33 @@ def test_the_pages_are_shipped() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["paceline"]
     shipped = {path for pattern in data for path in (ROOT / "src" / "paceline").glob(pattern)}
     assert {path.stem for path in shipped if path.suffix == ".md"} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ("import not_there_at_all", "ModuleNotFoundError: No module named 'not_there_at_all'"),
+        pytest.param("input()", "EOFError", marks=pytest.mark.long),
+        pytest.param(
+            "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--data', required=True)\n"
+            "parser.parse_args()",
+            "the following arguments are required: --data",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("import time\ntime.sleep(100)", "time was up before the first", marks=pytest.mark.long),
+    ],
+    ids=["import", "stdin", "arguments", "time"],
+)
+def test_a_script_that_cannot_be_run_is_not_clean(place: Path, first: str, says: str) -> None:
+    (place / "clean.py").write_text(first + "\n" + CLEAN)
+    ended = run(place, "clean.py", "--timeout", "15").check(2)
+    assert ended.out == ""
+    assert ended.err.splitlines()[-1].startswith("paceline: error: cannot look at clean.py: found ")
+    assert says in ended.err.splitlines()[-1]
+
+
+def test_what_reading_finds_counts_although_the_script_cannot_be_run(place: Path) -> None:
+    (place / "sick.py").write_text("import not_there_at_all\n" + SICK)
+    ended = run(place, "sick.py").check(1)
+    assert "[save-on-all-ranks]" in ended.out
+    assert "note: rank " in ended.out and "not_there_at_all" in ended.out

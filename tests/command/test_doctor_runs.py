@@ -252,3 +252,17 @@ def test_nobody_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, 
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def test_a_heartbeat_does_not_hide_a_hang() -> None:
+    """A thread that sleeps and tells goes on whatever the rank waits for."""
+    told, took_s = watched(
+        "import threading, time\n"
+        + GROUP
+        + "def beat():\n    while True:\n        time.sleep(0.6)\n        print('alive', flush=True)\n"
+        + "threading.Thread(target=beat, daemon=True).start()\n"
+        + "if rank == 0:\n    dist.all_reduce(torch.ones(1))\n"
+        + "dist.barrier()\n"
+    )
+    assert took_s < 60
+    assert [finding.id for finding in told.findings if finding.level == "error"] == ["rank-conditional-collective"]

@@ -28,7 +28,9 @@ def doctor_parser() -> Parser:
     parser.add_argument("script", nargs="?", type=Path, metavar="SCRIPT", help="a Python file that trains with DDP")
     parser.add_argument("--static", action="store_true", help="only read it: nothing of it is imported or run")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="ranks to start (2)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="end the run after so many steps (20)")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="end the run after so many steps, and a few seconds (20)"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="or after so many seconds (120)")
     parser.add_argument("--in-place", action="store_true", help="what it writes really goes where it says")
     parser.add_argument("--verbose", action="store_true", help="show the last that each rank printed, too")
@@ -107,6 +109,10 @@ def _answer(script: Path, seen: Examination, options: argparse.Namespace) -> int
         print(as_json(seen.findings, seen.notes))
     elif seen.looked or seen.findings:
         print(as_text(seen.findings, seen.notes))
+    else:
+        for note in seen.notes:
+            if note not in (seen.cannot or ""):
+                print(f"paceline: note: {note}", file=sys.stderr, flush=True)
     if seen.sick:
         return EXIT_FAILED
     if seen.looked:

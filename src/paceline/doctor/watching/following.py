@@ -22,13 +22,16 @@ _STILL_S = 20.0
 """The same of ranks of which it is not known what they wait for: a disk, a download, a lock."""
 _GRACE_S = 4.0
 """When one rank has failed, the others have so long to fail too, so that each tells its own reason."""
+_FINISH_S = 3.0
+"""When all have taken their steps, they have so long to come to their end, where more is to be seen: what is saved, who
+has a batch more than the others, what is left undone."""
 _BUSY = 0.06
 """A rank that takes this share of a core computes; one that waits, with gloo's and a monitor's threads, stays below."""
 
 
 def follow(ranks: Sequence[Rank], *, steps: int, deadline_s: float, tell: Callable[[str], None] | None = None) -> Run:
-    """Returns when all have ended, or one has failed, or each has taken ``steps`` steps, or none moves any more, or
-    time is up. Ranks that still run are left running, and are to be ended.
+    """Returns when all have ended, or one has failed, or each has taken ``steps`` steps and goes on, or none moves any
+    more, or time is up. Ranks that still run are left running, and are to be ended.
 
     Args:
         deadline_s: when time is up, by `time.monotonic`.
@@ -65,6 +68,7 @@ class _Following:
         self._cpu_s = dict.fromkeys(range(len(ranks)), 0.0)
         self._moved_s = self._looked_s = time.monotonic()
         self._failed_s: float | None = None
+        self._enough_s: float | None = None
 
     def has_ended(self, rank: Rank) -> None:
         rank.hear()
@@ -84,14 +88,16 @@ class _Following:
             return "ended"
         if any(account.told["spawn"] for account in accounts):
             return "spawned"
-        if min(account.told["step"] for account in accounts) > self._steps:
-            return "steps"
         now_s = time.monotonic()
+        if self._enough_s is None and min(account.told["step"] for account in accounts) > self._steps:
+            self._enough_s = now_s
         if self._failed_s is not None and now_s > self._failed_s + _GRACE_S:
             return "failed"
         if now_s > self._looked_s + _TICK_S:
             self._look(living, now_s)
         still_s = now_s - self._moved_s
+        if self._enough_s is not None and now_s > self._enough_s + _FINISH_S and still_s < 2 * _TICK_S:
+            return "steps"
         if now_s > self._deadline_s:  # whoever waits for the others then has waited for nothing
             return "hang" if still_s > _STUCK_S / 2 and self._all_meet(living) else "time"
         return "hang" if still_s > self._patience_s(living) else None

@@ -20,6 +20,7 @@ from paceline.doctor.watching import (
     checks_models,
 )
 from paceline.doctor.watching.evidence import at, count
+from paceline.doctor.watching.guarded import guarded
 from paceline.doctor.watching.obeying import RULES_OBEYED
 from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.sources import line_of
@@ -58,31 +59,22 @@ def judge(run: Run) -> Verdict:
     """What the records show. Whatever is missing in them, or wrong with a check: the others are heard all the same."""
     notes: list[str] = []
     checks = [check for family in _FAMILIES for check in family.CHECKS]
-    if any(account.dropped for account in run.accounts):
+    if _dropped(run):  # and each rank at another place, perhaps
         checks = [check for check in checks if check not in checks_collectives.CHECKS]
-        told = sum(account.dropped for account in run.accounts)
-        notes.append(
-            f"the ranks told more than is kept: {count(told, 'record')} after the first ones were not looked at, and "
-            "it was not compared who meets whom"
-        )
-    found = [finding for check in checks for finding in _guarded(check, run, notes)]
-    failures = [finding for check in checks_errors.CHECKS for finding in _guarded(check, run, notes)]
-    obeyed = [rule for check in RULES_OBEYED for rule in _guarded(check, run, notes)]
-    try:
-        cannot = _cannot(run)
-        notes += _limits(run)
-    except Exception as error:
-        cannot = None
-        notes.append(f"how the run ended could not be told: {type(error).__name__}: {error}")
+    found = [finding for check in checks for finding in _heard(check, run, notes)]
+    failures = [finding for check in checks_errors.CHECKS for finding in _heard(check, run, notes)]
+    obeyed = [rule for check in RULES_OBEYED for rule in _heard(check, run, notes)]
+    told = [note for say in (guarded, _limits) for note in _heard(say, run, notes)]
+    cannot = next(_heard(_cannot, run, notes), None)
     return Verdict(
         findings=tuple(_once(_broken(found, failures))),
         obeyed=tuple(obeyed),
-        notes=tuple(dict.fromkeys([*notes, *([cannot] if cannot else [])])),
+        notes=tuple(dict.fromkeys([*told, *notes, *([cannot] if cannot else [])])),
         cannot=cannot,
     )
 
 
-def _guarded(check: Callable[[Run], Iterable[_T]], run: Run, notes: list[str]) -> Iterator[_T]:
+def _heard(check: Callable[[Run], Iterable[_T]], run: Run, notes: list[str]) -> Iterator[_T]:
     """What a check finds; one that raises is a note, and no reason to be silent on the rest."""
     try:
         yield from check(run)
@@ -117,17 +109,18 @@ def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
             yield finding
 
 
-def _cannot(run: Run) -> str | None:
-    """Why finding nothing would mean nothing."""
+def _cannot(run: Run) -> Iterator[str]:
+    """Why finding nothing would mean nothing, if it would."""
     if run.stopped == "hang":
-        return f"no rank got on any more: {'; '.join(map(_stands, run.accounts))}"
+        yield f"no rank got on any more: {'; '.join(map(_stands, run.accounts))}"
     if run.stopped == "steps" or any(True for _ in run.all("step")):
-        return None
+        return
     if run.stopped == "spawned":
-        return "the script starts processes of its own, into which the run pass does not look"
-    if run.stopped == "time":
-        return "time was up before the first optimizer step (--timeout)"
-    return _failure(run)
+        yield "the script starts processes of its own, into which the run pass does not look"
+    elif run.stopped == "time":
+        yield "time was up before the first optimizer step (--timeout)"
+    elif (failure := _failure(run)) is not None:
+        yield failure
 
 
 def _limits(run: Run) -> Iterator[str]:
@@ -136,6 +129,11 @@ def _limits(run: Run) -> Iterator[str]:
         yield f"a part of the doctor itself failed in rank {fault.rank}, and looked no further: {fault['text']}"
     if long := sum(1 for account in run.accounts for record in account.records if record["cut"]):
         yield f"{count(long, 'record')} of the ranks came without facts, being too long: not all rules could be judged"
+    if dropped := _dropped(run):
+        yield (
+            f"the ranks told more than is kept: {count(dropped, 'record')} after the first ones were not looked at, "
+            "and it was not compared who meets whom"
+        )
     taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)
     if run.stopped == "steps":
         yield f"the run was ended after {taken} optimizer steps on each rank (--steps)"
@@ -143,6 +141,10 @@ def _limits(run: Run) -> Iterator[str]:
         yield f"the run was ended when time was up, after {taken} optimizer steps (--timeout)"
     elif run.stopped in ("failed", "ended") and (failure := _failure(run)) is not None:
         yield failure
+
+
+def _dropped(run: Run) -> int:
+    return sum(account.dropped for account in run.accounts)
 
 
 def _failure(run: Run) -> str | None:

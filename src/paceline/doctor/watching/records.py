@@ -105,8 +105,8 @@ LASTING = frozenset(
 MEETINGS = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy"})
 """Kinds in the middle of which a rank may wait for the others."""
 
-KEPT = 5_000
-"""So many records of a kind fill an account: 20 steps of 250 micro-batches. Whoever tells more goes round in a loop,
+KEPT = 10_000
+"""So many records of a kind fill an account: 20 steps of 500 micro-batches. Whoever tells more goes round in a loop,
 whose end looks like its beginning."""
 
 _LAST = frozenset({"end", "error", "fault", "destroy"})

@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,5 +107,6 @@ class Recorder:
     def _send(self, **message: Any) -> None:
         pid = os.getpid()
         message |= {"at_s": time.monotonic(), "child": None if pid == self._main else pid}
+        message["aside"] = threading.current_thread() is not threading.main_thread()
         with contextlib.suppress(OSError):  # the parent has ended: so will this process
             self._link.sendall(pack(message))
