@@ -34,6 +34,3 @@ def judged(trace: Trace) -> tuple[list[Finding], list[str]]:
         except Exception as error:  # a mistake of ours in one rule is no reason to be silent on the others
             notes.append(f"{rule} could not be judged ({type(error).__name__}: {error})")
     return findings, notes
-
-
-CHECKS = tuple(RULE_CHECKS.values())

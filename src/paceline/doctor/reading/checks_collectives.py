@@ -43,7 +43,9 @@ def collective_order_differs(trace: Trace) -> Iterator[Found]:
     done: set[int] = set()
     for event in trace.of("collective"):
         for loop in event.loops:
-            if "hash-order" in loop.over.labels and loop.over.kind != "loader" and loop.line not in done:
+            over = loop.over.fields.get("of", loop.over)
+            from_a_set = over.kind in ("set", "list", "dict") and "hash-order" in over.labels
+            if from_a_set and loop.line not in done:
                 done.add(loop.line)
                 yield Found(
                     event,

@@ -15,7 +15,7 @@ from paceline.doctor.reading.evidence import (
     trained_loaders,
 )
 from paceline.doctor.reading.objects import loaders_in
-from paceline.doctor.reading.trace import Condition, Event, Trace
+from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
 from paceline.doctor.reading.values import NONE, UNKNOWN, Value
 
 __all__: list[str] = []
@@ -28,16 +28,36 @@ def uneven_inputs(trace: Trace) -> Iterator[Found]:
         if event.in_context("join"):
             continue
         for loop in event.loops:
-            count = loop.count.known if loop.count is not None else None
-            if loop.number in seen or count is None or count.loop is not None or len(set(count.points)) < 2:
+            how_often = _rounds(loop) or (None if _told_lengths(trace, event) else _rounds_of_pieces(loop))
+            if loop.number in seen or how_often is None:
                 continue
             seen.add(loop.number)
             yield Found(
                 event,
-                f"ranks go round this loop differently often: {' and '.join(str(p) for p in count.points)} times",
+                f"ranks go round this loop differently often: {how_often}",
                 evidence=f"of 2 ranks; {event.source} at line {event.line} waits for all",
                 line=loop.line,
             )
+
+
+def _rounds(loop: Loop) -> str | None:
+    """How often ranks go round it, if that is known and not the same."""
+    known = loop.count.known if loop.count is not None else None
+    uneven = known is not None and known.loop is None and len(set(known.points)) > 1
+    return f"{' and '.join(str(point) for point in known.points)} times" if known is not None and uneven else None
+
+
+def _rounds_of_pieces(loop: Loop) -> str | None:
+    """As that, where each rank goes through the pieces of its own samples: the words of its documents."""
+    count = loop.count
+    ragged = count is not None and count.known is None and "own-size" in count.labels and count.varies
+    return "as often as its own samples have pieces" if ragged else None
+
+
+def _told_lengths(trace: Trace, event: Event) -> bool:
+    """Whether ranks have told each other before how much they hold."""
+    sent = [v for e in trace.of("collective") if e.number < event.number for v in e.arguments.values()]
+    return any(value.labels & {"size", "own-size"} for value in sent)
 
 
 @rule_check("rank-local-skip")

@@ -65,7 +65,7 @@ def no_distributed_sampler(trace: Trace) -> Iterator[Found]:
         return
     for loader, event in trained_loaders(trace):
         dataset = loader.fields.get("dataset", NONE)
-        if "escaped" in loader.labels | dataset.labels or dataset.varies or _shards_itself(trace, loader):
+        if "escaped" in loader.labels | dataset.labels or dataset.may_vary or _shards_itself(trace, loader):
             continue
         samplers = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
         given = [sampler for sampler in samplers if not sampler.is_none]
@@ -84,12 +84,12 @@ _OF_THE_WHOLE = ("torch.utils.data.RandomSampler", "torch.utils.data.SequentialS
 
 def _draws_from_all(sampler: Value) -> bool:
     """Whether it surely is one of torch's samplers that know nothing of ranks, or batches of one."""
-    if sampler.kind != "sampler" or sampler.code is not None or sampler.varies:
+    if sampler.kind != "sampler" or sampler.code is not None or sampler.may_vary:
         return False
     if sampler.name == "torch.utils.data.BatchSampler":
         return _draws_from_all(sampler.fields.get("sampler", NONE))
     source, generator = sampler.fields.get("data_source", NONE), sampler.fields.get("generator", NONE)
-    return sampler.name in _OF_THE_WHOLE and not source.varies and not generator.varies
+    return sampler.name in _OF_THE_WHOLE and not source.may_vary and not generator.may_vary
 
 
 def _goes_through_all(loader: Value, dataset: Value) -> bool:
@@ -122,6 +122,8 @@ def dataset_order_differs(trace: Trace) -> Iterator[Found]:
         if dataset is None:
             continue
         labels = dataset.labels
+        if _is_drawn_subset(dataset):
+            continue
         if dataset.length is not None and len(set(dataset.length.points)) > 1:
             sizes = " and ".join(str(size) for size in dataset.length.points)
             yield Found(event, f"ranks hold different numbers of samples: {sizes}")
@@ -145,6 +147,17 @@ def random_split_differs(trace: Trace) -> Iterator[Found]:
     for event in trace.of("split"):
         if "drawn-apart" in event.result.labels:
             yield Found(event, "the split is drawn from numbers that differ between ranks")
+    for event in trace.of("sampler"):
+        if (dataset := event.argument("dataset")) is not None and _is_drawn_subset(dataset):
+            yield Found(
+                event,
+                "what this goes through is a part of the samples that each rank draws for itself",
+                evidence=f"Subset made at line {dataset.line}",
+            )
+
+
+def _is_drawn_subset(dataset: Value) -> bool:
+    return dataset.name == "torch.utils.data.Subset" and {"shuffled", "rng"} <= dataset.labels
 
 
 @rule_check("iterable-not-sharded")
@@ -157,7 +170,7 @@ def iterable_not_sharded(trace: Trace) -> Iterator[Found]:
             if stream is None or stream.code is None or "escaped" in loader.labels | stream.labels:
                 continue
             batch = next((e.result for e in trace.of("batch") if e.subject is loader), None)
-            if batch is not None and not batch.varies:
+            if batch is not None and not batch.may_vary:
                 yield Found(
                     event,
                     "every rank iterates the whole stream: nothing in its `__iter__` depends on the rank",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.reading.evidence import Found, is_weights, on_all_ranks, rule_check, wrapped
 from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, RANKS, VARYING, Value
+from paceline.doctor.reading.values import NONE, RANKS, Value
 
 __all__: list[str] = []
 
@@ -42,7 +42,7 @@ def _saves(trace: Trace) -> Iterator[Event]:
     """Those to a path that is the same on all ranks."""
     for event in trace.of("save") if trace.distributed else ():
         path = _path(event)
-        if not path.varies and not path.name.startswith(("io.", "tempfile.")):
+        if not path.may_vary and not path.name.startswith(("io.", "tempfile.")):
             yield event
 
 
@@ -167,7 +167,7 @@ def download_on_all_ranks(trace: Trace) -> Iterator[Found]:
 
 
 def _to_its_own_place(event: Event) -> bool:
-    return any(value.labels & VARYING for value in event.arguments.values())
+    return any(value.may_vary for value in event.arguments.values())
 
 
 def _under_a_lock(event: Event) -> bool:

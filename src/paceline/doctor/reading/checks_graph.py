@@ -132,7 +132,19 @@ def _uses(trace: Trace, wrap: Event) -> dict[int, _Use]:
                 uses[id(part)] = _most((use, uses.get(id(part), "never")))
     for part_id, those in calls.items():  # ``self.parts[which](x)``: called always, but read only sometimes
         uses[part_id] = _least((_use_by(those), uses.get(part_id, "always")))
+    _share(uses, list(modules_in(inner_module(wrap))))
     return uses
+
+
+def _share(uses: dict[int, _Use], parts: list[Value]) -> None:
+    """Of layers that hold one weight (``self.out.weight = self.embedding.weight``) the use of one is that of all."""
+    tied: dict[int, list[int]] = {}
+    for part in parts:
+        if (weight := part.fields.get("weight")) is not None:
+            tied.setdefault(id(weight), []).append(id(part))
+    for those in tied.values():
+        if len(those) > 1:
+            uses.update(dict.fromkeys(those, _most(uses.get(part, "never") for part in those)))
 
 
 def _use_by(calls: list[tuple[Event, Event]]) -> _Use:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -58,13 +59,19 @@ def _options(device: Value | None) -> Iterator[Value]:
 def _indices(trace: Trace) -> Iterator[tuple[Event, Value]]:
     """Wherever a GPU is named by its number."""
     for event in trace.of("set_device", "cuda", "place"):
-        for option in _options(event.argument("device")):
+        for option in _options(event.argument("device")) if not _casts(event) else ():
             if (index := _device(option).index) is not None:
                 yield event, index
     for event in trace.of("wrap"):
         for part in (event.arguments.get("device_ids", Value()).items or [])[:1]:
             if (index := _device(part).index) is not None:
                 yield event, index
+
+
+def _casts(event: Event) -> bool:
+    """Of ``x.to(y.dtype)``: another type, and the same place."""
+    first = event.node.args[:1] if isinstance(event.node, ast.Call) else []
+    return any(isinstance(part, ast.Attribute) and part.attr == "dtype" for part in first)
 
 
 @rule_check("cuda-device-not-set")

@@ -100,12 +100,14 @@ def _broadcast_before_training(trace: Trace) -> bool:
 
 @rule_check("params-changed-after-wrap")
 def params_changed_after_wrap(trace: Trace) -> Iterator[Found]:
-    changes = list(trace.of("store", "freeze"))
-    toggled = {value.only for event in changes if event.loops and (value := _switch(event)) is not None}
-    taken_in_turns = {True, False} <= toggled  # GANs: frozen and trained again within each step
     for wrap in trace.of("wrap"):
         parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
         trained = backwards_through(trace, wrap)
+        looped = {loop.number for event in trained for loop in event.loops}
+        changes = list(trace.of("store", "freeze"))
+        while_training = [event for event in changes if any(loop.number in looped for loop in event.loops)]
+        turned = {value.only for event in while_training if (value := _switch(event)) is not None}
+        taken_in_turns = {True, False} <= turned  # as GANs do: frozen and trained again within each step
         for event in changes:
             owner = event.subject.fields.get("owner", event.subject)
             if event.number < wrap.number or not {id(owner), id(event.subject)} & parts:

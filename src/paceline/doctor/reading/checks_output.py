@@ -24,7 +24,7 @@ def metric_not_reduced(trace: Trace) -> Iterator[Found]:
 
 
 def _is_of_one_shard(value: Value) -> bool:
-    return {"eval", "shard"} <= value.labels and "graph" not in value.labels and value.kind != "batch"
+    return {"eval", "shard"} <= value.labels and not value.labels & {"graph", "reduced"} and value.kind != "batch"
 
 
 @rule_check("print-on-all-ranks")
@@ -52,6 +52,6 @@ def _says_which_rank(event: Event) -> bool:
 @rule_check("tracker-on-all-ranks")
 def tracker_on_all_ranks(trace: Trace) -> Iterator[Found]:
     for event in trace.of("tracker") if trace.distributed else ():
-        told = any(value.labels & {"rank", "local_rank"} for value in event.arguments.values())
+        told = any(value.labels & {"rank", "partly"} for value in event.arguments.values())
         if on_all_ranks(event) and not told:
             yield Found(event, "every rank starts a tracker run of its own")

@@ -115,8 +115,9 @@ def _meets_unsynced(trace: Trace, role: str) -> Iterator[tuple[Event, Event]]:
 
 def _in_some_round(step: Event, micro: _Micro) -> bool:
     pending = False
+    shared = set.intersection(*({(id(c.value), c.holds) for c in event.under} for event in [*micro.backwards, step]))
     for index in range(STEPS):
-        now = Step(micro.loop, 0, index)
+        now = Step(micro.loop, 0, index, given=shared)
         for event in sorted([*micro.backwards, step], key=lambda event: event.number):
             happens = now.happens(event)
             if event is step:

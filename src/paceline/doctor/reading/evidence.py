@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
@@ -148,20 +149,11 @@ def trained_loaders(trace: Trace) -> list[tuple[Value, Event]]:
     looped = {id(loader) for event in backwards for loop in event.loops for loader in loaders_in(loop.over)}
     pairs: list[tuple[Value, Event]] = []
     for event in trace.of("iterate"):
-        by_hand = getattr(event.node, "func", None) is not None  # `iter(loader)`
-        if id(event.subject) in looped or (backwards and by_hand) or _feeds(event, backwards):
+        by_hand = isinstance(event.node, ast.Call)  # `iter(loader)`
+        drawn = event.name == "drawn" and event.with_grad  # in a generator that `next()` drives
+        if id(event.subject) in looped or (backwards and (by_hand or drawn)):
             pairs.append((event.subject, event))
     return pairs
-
-
-def _feeds(event: Event, backwards: list[Event]) -> bool:
-    """Whether an endless loop goes through the loader, of which a loop with a backward takes one batch at a time."""
-    if not event.loops or not event.with_grad:
-        return False
-    *outer, innermost = event.loops
-    endless = innermost.is_while and innermost.over.only in (True, 1)
-    inside = any(innermost in backward.loops for backward in backwards)
-    return endless and not inside and any(loop in backward.loops for loop in outer for backward in backwards)
 
 
 # --- models
@@ -218,16 +210,22 @@ def backwards_through(trace: Trace, wrap: Event) -> list[Event]:
 
 
 class Step:
-    """Which of the events of a loop's body happen in one of its iterations, and how."""
+    """Which of the events of a loop's body happen in one of its iterations, and how.
 
-    def __init__(self, loop: Loop, rank: int, index: int) -> None:
-        self.loop, self.rank, self.index = loop, rank, index
+    Args:
+        given: conditions that are taken to hold.
+    """
+
+    def __init__(self, loop: Loop, rank: int, index: int, given: Collection[tuple[int, bool]] = ()) -> None:
+        self.loop, self.rank, self.index, self.given = loop, rank, index, given
 
     def happens(self, event: Event) -> bool | None:
         """``None``: not known."""
         certain: bool | None = True
         for condition in event.under:
             known = condition.value.known
+            if (id(condition.value), condition.holds) in self.given:
+                continue
             if known is None or known.loop not in (None, self.loop.number):
                 if condition.value.labels & {"exception"}:
                     continue
