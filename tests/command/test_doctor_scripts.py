@@ -1,4 +1,5 @@
-"""The doctor before whole training scripts in the style of public ones: half of them right, half wrong.
+"""The doctor before whole training scripts in the style of public ones, right ones and wrong ones. Some of the right ones
+only look wrong: they lock a file, resume into the wrapper, go backward for several losses, pad their shards by hand.
 
 A line that a finding belongs to ends with ``# expect: id``. Where a mistake has several places that it may be told at,
 each of them is marked, and one is enough.
@@ -17,7 +18,7 @@ from paceline.doctor.examine import Limits, examine
 from paceline.doctor.findings import Finding
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "doctor_scripts"
-RUN = {"right/rank0_evaluation.py", "wrong/accumulate.py", "wrong/engine_package"}
+RUN = {"right/resumed_pretraining.py", "wrong/accumulate.py", "wrong/engine_package"}
 """Those that are run, too, each time, of a mistake in data, in gradients and in files; the others with ``--long``."""
 
 
@@ -55,9 +56,9 @@ def scripts_to_run(names: list[str]) -> list[object]:
     return [name if name in RUN else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-def test_there_are_twenty_and_half_of_them_are_right() -> None:
+def test_there_are_ten_wrong_ones_and_more_right_ones() -> None:
     right, wrong = of("right"), of("wrong")
-    assert (len(right), len(wrong)) == (10, 10)
+    assert len(right) > len(wrong) == 10
     assert not any(expected(name) for name in right)
     assert all(1 <= len(expected(name)) <= 3 for name in wrong)
     assert set(right + wrong) >= RUN
