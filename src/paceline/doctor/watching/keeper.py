@@ -1,6 +1,6 @@
 """A process beside the ranks that ends them, and all that they have started, if the doctor itself is killed.
 
-python -m paceline.doctor.watching.keeper LINK RUN_ID      started by `watching.ranks` alone
+python keeper.py LINK RUN_ID      started by `watching.ranks` alone, as a file: it imports nothing of Paceline
 """
 
 from __future__ import annotations

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline import env
-from paceline.doctor.watching.keeper import end_all_of
+from paceline.doctor.watching import keeper
 from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import Account
 from paceline.doctor.watching.scratch import Scratch
 from paceline.errors import UsageError
-from paceline.supervisor.processes import Process
 
 __all__ = ["Gpus", "Rank", "started"]
 
@@ -46,6 +45,8 @@ class Rank:
     """
 
     def __init__(self, number: int, popen: subprocess.Popen[bytes], link: socket.socket, stacks: Path) -> None:
+        from paceline.supervisor.processes import Process  # not for the ranks: their probe is inside of this package
+
         assert popen.stdout is not None
         self.process = Process(popen.pid, link)
         self.account = Account(rank=number)
@@ -104,8 +105,8 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
     """
     with contextlib.ExitStack() as stack:
         run_id = uuid.uuid4().hex
-        keeper = stack.enter_context(_keeper(run_id))
-        stack.callback(end_all_of, run_id)
+        keeping = stack.enter_context(_keeper(run_id))
+        stack.callback(keeper.end_all_of, run_id)
         ranks: list[Rank] = []
         words = [str(scratch.within(script)), *map(scratch.translated, arguments)]
         with socket.create_server(("127.0.0.1", 0)) as listener:  # the ranks' from now on: with the store it is gone
@@ -125,7 +126,7 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
                 }
                 rank = _start(number, words, environ, settings, scratch.within(Path.cwd()))
                 stack.callback(rank.end)
-                _tell_keeper(keeper, rank)
+                _tell_keeper(keeping, rank)
                 ranks.append(rank)
         yield ranks
         _be_sure_of_store(scratch)
@@ -133,12 +134,12 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
 
 @contextlib.contextmanager
 def _keeper(run_id: str) -> Iterator[socket.socket]:
-    """The link to a new `keeper`."""
+    """The link to a new `keeper`, which needs nothing of the package."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{__package__}.keeper", str(theirs.fileno()), run_id],
+                [sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()), run_id],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -154,9 +155,9 @@ def _keeper(run_id: str) -> Iterator[socket.socket]:
             popen.wait()
 
 
-def _tell_keeper(keeper: socket.socket, rank: Rank) -> None:
+def _tell_keeper(keeping: socket.socket, rank: Rank) -> None:
     try:
-        keeper.send(str(rank.process.pid).encode())
+        keeping.send(str(rank.process.pid).encode())
     except OSError:
         raise UsageError(
             "cannot watch over the ranks",

@@ -158,7 +158,7 @@ class Scratch:
             return word
         path = Path(os.path.normpath(match[2]))
         now = self._moved_to(path)
-        if now is None and not os.path.lexists(path):
+        if now is None and not os.path.lexists(path) and self._root_of(path) is None:
             parent = next(parent for parent in path.parents if parent.exists())
             if len(parent.parts) > 1:
                 new = parent / path.relative_to(parent).parts[0]
@@ -183,14 +183,18 @@ class Scratch:
         folder.mkdir(exist_ok=True)
         return folder
 
+    def _root_of(self, path: Path) -> tuple[Path, Path] | None:
+        """The rebuilt folder that a path is in, and where that is now; not that which all paths are in."""
+        roots = ((Path(root), Path(target)) for target, root in self.moved.items())
+        return next((both for both in roots if path.is_relative_to(both[0]) and both[0].name), None)
+
     def _moved_to(self, path: Path) -> Path | None:
         """Where a path is now if it is in a rebuilt folder, and in none of that which is linked as it is."""
-        for target, root in self.moved.items():
-            if path.is_relative_to(root) and root != "/":  # in which everything is
-                now = Path(target) / path.relative_to(root)
-                if now.parent.resolve().is_relative_to(self.home):
-                    return now
-        return None
+        if (found := self._root_of(path)) is None:
+            return None
+        root, target = found
+        now = target / path.relative_to(root)
+        return now if now.parent.resolve().is_relative_to(self.home) else None
 
     def _new_place(self, root: Path) -> Path:
         parent = self.home / f"folder-{next(self._numbers)}"

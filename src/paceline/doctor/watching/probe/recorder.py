@@ -105,8 +105,8 @@ class Recorder:
         return frame is not None and self.users_path(frame.f_code.co_filename) is not None
 
     def _send(self, **message: Any) -> None:
-        pid = os.getpid()
-        message |= {"at_s": time.monotonic(), "child": None if pid == self._main else pid}
+        pid, aside = os.getpid(), threading.get_ident() != threading.main_thread().ident
+        message |= {"at_s": time.monotonic(), "child": None if pid == self._main else pid, "aside": aside}
         message["aside"] = threading.current_thread() is not threading.main_thread()
         with contextlib.suppress(OSError):  # the parent has ended: so will this process
             self._link.sendall(pack(message))
