@@ -10,7 +10,6 @@ Run as a program, this file is the process that commands are forked from.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
 import json
@@ -21,15 +20,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import paceline
 from paceline import env
 from paceline.supervisor.processes import Process, Template
+from paceline.worker import finish
 
 __all__ = ["Forked", "Resident"]
 
@@ -189,22 +188,13 @@ def run(request: int) -> Any:
             from paceline.cli import main
 
             sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
-            end(main())
+            finish(main())  # which has not imported torch, when it starts by itself
         case ["-c", program]:
             exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         case _:
             sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(words[0], run_name="__main__")
     return 0
-
-
-def end(code: int) -> NoReturn:
-    """As the interpreter ends, but for half a second in which it takes down torch, which a command has not imported."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def run_template(command: int, requests: socket.socket) -> int:

@@ -29,6 +29,7 @@ import socket
 import sys
 import time
 import warnings
+from typing import NoReturn
 
 from paceline import env, worker
 
@@ -81,7 +82,9 @@ def main(supervisor: int, requests: socket.socket) -> int:
         os.write(link, str(os.getpid()).encode())
     except BrokenPipeError:  # nobody waits for it any more
         return 1
-    return _work(link, descriptor) if kind == b"worker" else _host_store(link, descriptor)
+    if kind == b"store":
+        _host_store(link, descriptor)
+    return _work(link, descriptor)
 
 
 def _prepare() -> None:
@@ -111,7 +114,7 @@ def _work(link: int, request: int) -> int:
     return worker.main(words)
 
 
-def _host_store(link: int, listener: int) -> int:
+def _host_store(link: int, listener: int) -> NoReturn:
     """Serves the key-value store in which workers meet, until the supervisor closes the link."""
     import torch.distributed as dist
 
@@ -122,7 +125,7 @@ def _host_store(link: int, listener: int) -> int:
         )
     os.read(link, 1)
     del store
-    return 0
+    worker.end(0)
 
 
 def _fork_for(supervisor: int) -> bool:

@@ -13,11 +13,16 @@ destructors might wait for workers that are long gone.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import gc
 import importlib
+import io
 import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -31,7 +36,7 @@ from paceline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PacelineEr
 from paceline.link import tell
 from paceline.run_dir import replace_text
 
-__all__ = ["at_exit", "end", "main", "report", "tell_uncaught_errors", "work"]
+__all__ = ["at_exit", "end", "finish", "main", "report", "tell_uncaught_errors", "work"]
 
 
 _ECHO_S = 1.0
@@ -53,6 +58,20 @@ def end(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def finish(exit_code: int) -> NoReturn:
+    """Ends this process as the interpreter would, but for taking down all modules, which takes torch a third of a
+    second of every worker: threads are waited for, exit handlers called, and files that nobody has closed are written.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom) and not thing.closed:
+            with contextlib.suppress(OSError, ValueError):  # such as a closed pipe
+                thing.flush()
+    ctypes.CDLL(None).fflush(None)  # and what libraries have printed
+    end(exit_code)
 
 
 def report(report_dir: Path | None, rank: int, error: BaseException) -> int:
@@ -203,8 +222,10 @@ def main(words: list[str]) -> int:
     sys.stdout.flush()
     here = env.read()
     if here is not None and here.link is not None:
-        tell(here.link, "over", exit_code=code)  # what remains is the interpreter's end, which takes a quarter second
-    return code
+        tell(here.link, "over", exit_code=code)  # what remains is the interpreter's end
+    if what in ("call", "function"):
+        finish(code)
+    return code  # a script may count on destructors that run when its modules are taken down
 
 
 if __name__ == "__main__":
