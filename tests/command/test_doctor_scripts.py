@@ -1,5 +1,5 @@
-"""The doctor before whole training scripts in the style of public ones, right and wrong. Some of the right ones only look
-wrong: they lock a file, resume into the wrapper, go backward for several losses, pad their shards by hand.
+"""The doctor before whole training scripts in the style of public ones, right and wrong. Some of the right ones only
+look wrong: they lock a file, resume into the wrapper, go backward for several losses, pad their shards by hand.
 
 A line that a finding belongs to ends with ``# expect: id``. Where a mistake has several places that it may be told at,
 each of them is marked, and one is enough.

@@ -23,7 +23,7 @@ from paceline.doctor.watching import (
     checks_launch,
     checks_models,
 )
-from paceline.doctor.watching.probe import optimizers
+from paceline.doctor.watching.probe import communication, optimizers
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run
@@ -293,6 +293,16 @@ def test_gradients_are_known_flattened_and_scaled_too() -> None:
         assert optimizers.reduced(tensor) is None
 
 
+def test_what_is_gathered_for_a_metric_is_in_no_product() -> None:
+    features = torch.nn.Linear(4, 3)(torch.randn(5, 4))
+    gathered = torch.cat([features.detach(), torch.randn(5, 3)])
+    contrastive = torch.nn.functional.cross_entropy(features @ gathered.T, torch.arange(5))
+    plain = torch.nn.functional.cross_entropy(features, torch.zeros(5, dtype=torch.long))
+    attending = (features @ features.T @ features).mean()
+    losses = (contrastive, plain, attending, torch.zeros(1))
+    assert [communication._has_constant_factor(loss) for loss in losses] == [True, False, False, False]
+
+
 # --- data
 
 
@@ -448,3 +458,14 @@ def test_a_batch_without_a_forward_on_one_rank_is_a_step_left_out(ranks: Ranks, 
     (*found,) = ranks.found(checks_collectives.meetings_missed)
     wrong = skips is not None and not ends
     assert [(finding.id, finding.line) for finding in found] == [("rank-local-skip", 3)] * wrong
+
+
+def test_a_barrier_of_one_rank_that_another_meets_with_its_next_one(ranks: Ranks) -> None:
+    """It is the first one of which only one rank's stands under its rank's condition, not the one that nobody meets."""
+    ranks.path.write_text("if rank == 0:\n    dist.barrier()\ndist.barrier()\n")
+    both: dict[str, Any] = {"op": "barrier", "ranks": [0, 1]}
+    ranks.tell("init").tell("collective", both, {}, lines=(2,)).tell("collective", {}, both, lines=(3,))
+    ranks.tell("collective", both, {}, lines=(3,)).tell("end", {}, {"code": 0})
+    (finding,) = ranks.found(checks_collectives.meetings_missed)
+    assert (finding.id, finding.line) == ("rank-conditional-collective", 2)
+    assert "rank 1 is at barrier (train.py:3)" in finding.evidence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from paceline.doctor.findings import Finding
@@ -84,6 +84,16 @@ def _swapped(run: Run) -> Parting | None:
     return None
 
 
+def _mistaken(run: Run, ways: Parting) -> Parting | None:
+    """An earlier meeting at which two ranks took each other's calls for one, as they are of one name: the one rank's is
+    under a condition of its own, and so is the reason why they are one apart ever since."""
+    sides = zip(meetings(ways.one, run.world), meetings(ways.other, run.world), strict=False)
+    for number, (mine, others) in enumerate(islice(sides, ways.number)):
+        if mine.place != others.place and bool(_own_conditions(mine, others)) != bool(_own_conditions(others, mine)):
+            return Parting(one=ways.one, other=ways.other, mine=mine, others=others, number=number)
+    return None
+
+
 def _written(record: Record) -> str:
     """The call as it stands in the source."""
     return line_of(record.place) if record.place is not None else ""
@@ -106,6 +116,7 @@ def meetings_missed(run: Run) -> Iterator[Finding]:
     ways = parting(run) or _swapped(run)
     if ways is None:
         return
+    ways = _mistaken(run, ways) or ways
     mine, others = ways.mine, ways.others
     my_conditions = _own_conditions(mine, others)
     their_conditions = _own_conditions(others, mine) if others is not None else []
@@ -163,12 +174,12 @@ def _conditional(
         )
 
 
-def _order(meetings_missed: Parting) -> Iterator[Finding]:
+def _order(ways: Parting) -> Iterator[Finding]:
     yield from found(
         "collective-order-differs",
-        meetings_missed.mine.place,
+        ways.mine.place,
         "the ranks call different collectives at the same time",
-        f"meeting {meetings_missed.number + 1}: {_stands(meetings_missed.one, meetings_missed.mine)}; {_stands(meetings_missed.other, meetings_missed.others)}",
+        f"meeting {ways.number + 1}: {_stands(ways.one, ways.mine)}; {_stands(ways.other, ways.others)}",
     )
 
 
@@ -251,13 +262,13 @@ def _skipped(places: Sequence[Place], evidence: str) -> Iterator[Finding]:
     )
 
 
-def _left(run: Run, meetings_missed: Parting) -> Iterator[Finding] | None:
+def _left(run: Run, ways: Parting) -> Iterator[Finding] | None:
     """A rank that has left the loop in which another still is."""
-    mine, others = meetings_missed.mine, meetings_missed.others
-    inside, outside, stays, left = mine, others, meetings_missed.one, meetings_missed.other
+    mine, others = ways.mine, ways.others
+    inside, outside, stays, left = mine, others, ways.one, ways.other
     loops = loops_around(mine.places, others.places if others is not None else ())
     if not loops and others is not None:
-        inside, outside, stays, left = others, mine, meetings_missed.other, meetings_missed.one
+        inside, outside, stays, left = others, mine, ways.other, ways.one
         loops = loops_around(others.places, mine.places)
     if not loops:
         return None

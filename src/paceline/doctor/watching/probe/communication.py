@@ -90,12 +90,32 @@ def _waited(call: Call) -> Generator[None, Any, None]:
 
 
 def _backward(call: Call) -> Generator[None, Any, None]:
-    """Results of all_gather without a gradient, when autograd comes: nobody has put the rank's own part back."""
-    for results, own, places in _gathered:
-        if own < len(results) and not results[own].requires_grad:
-            call.recorder.tell("gathered", places=places, op="all_gather")
+    """Results of all_gather without a gradient, when autograd comes: nobody has put the rank's own part back, and the
+    loss is made of products with something that has none. What is gathered for a metric makes no such products."""
+    if _gathered and any(map(_has_constant_factor, digests.tensors_in(call["tensors"]))):
+        for results, own, places in _gathered:
+            if own < len(results) and not results[own].requires_grad:
+                call.recorder.tell("gathered", places=places, op="all_gather")
     _gathered.clear()
     yield
+
+
+_PRODUCTS = frozenset({"BmmBackward0", "CdistBackward0", "DotBackward0", "MmBackward0", "MvBackward0"})
+_NODES = 2000
+"""So far from its end the graph of a loss is looked at."""
+
+
+def _has_constant_factor(loss: Any) -> bool:
+    """Whether there is a product of matrices in its graph of which one carries no gradient."""
+    pending, seen = [loss.grad_fn], {loss.grad_fn}
+    while pending and len(seen) < _NODES:
+        node = pending.pop()
+        inputs = [following for following, _ in node.next_functions] if node is not None else []
+        if node is not None and node.name() in _PRODUCTS and None in inputs[:2]:
+            return True
+        pending += [following for following in inputs if following not in seen]
+        seen.update(inputs)
+    return False
 
 
 def _spawned(call: Call) -> Generator[None, Any, None]:
