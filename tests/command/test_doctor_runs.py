@@ -170,22 +170,67 @@ def test_a_script_is_ended_after_enough_steps_and_tells_how_far_it_is() -> None:
     assert not [finding for finding in told.findings if finding.level == "error"]
 
 
-def test_what_is_written_is_thrown_away(in_a_folder: Path) -> None:
-    (in_a_folder / "kept.txt").write_text("as it was")
-    (in_a_folder / "large.bin").write_bytes(bytes(400_000))
-    source = (
-        GROUP
-        + "import pathlib\nhere = pathlib.Path(__file__).parent\n"
-        + "if rank == 0:\n    open('kept.txt', 'a').write('changed')\n"
-        + "    torch.save(torch.ones(2), here / 'large.bin')\n"
-        + "    (here / 'new').mkdir()\n    assert open('kept.txt').read() == 'as it waschanged'\n"
-        + "dist.barrier()\ndist.destroy_process_group()\n"
-    )
-    told, _ = watched(source)
-    assert [note for note in told.notes if "failed" in note] == []
-    assert (in_a_folder / "kept.txt").read_text() == "as it was"
-    assert (in_a_folder / "large.bin").read_bytes() == bytes(400_000)
-    assert sorted(path.name for path in in_a_folder.iterdir()) == ["kept.txt", "large.bin", "train.py"]
+WRITES = """
+import json, os, subprocess, sys
+from pathlib import Path
+import safetensors.torch, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+
+dist.init_process_group("gloo")
+here, elsewhere = Path(__file__).resolve().parent, Path(sys.argv[1])
+weights = {"w": torch.ones(300_000)}
+acts = {
+    "append": lambda: open("kept.txt", "a").write("changed"),
+    "read back": lambda: open("kept.txt").read() == "as it waschanged" or 1 / 0,
+    "save": lambda: torch.save(weights, "outputs/run1/last.pt"),
+    "save over a link": lambda: torch.save(weights, here / "large.bin"),
+    "remove": lambda: os.remove("outputs/run1/old.pt"),
+    "safetensors": lambda: safetensors.torch.save_file(weights, "model.safetensors"),
+    "mkdir": lambda: (here / "new").mkdir(),
+    "workers": lambda: [batch.sum() for batch in DataLoader(torch.ones(64, 4), 8, num_workers=2)],
+    "word": lambda: torch.save(weights, Path(sys.argv[2]) / "last.pt"),
+    "program": lambda: subprocess.run("echo x > other.bin", shell=True, check=True, stderr=subprocess.DEVNULL),
+    "absolute": lambda: open(elsewhere / "file", "w").write("changed"),
+    "absolute in C": lambda: safetensors.torch.save_file(weights, elsewhere / "file"),
+    "save elsewhere": lambda: torch.save(weights, elsewhere / "last.pt"),
+}
+said = {}
+if dist.get_rank() == 0:
+    for name, act in acts.items():
+        try:
+            act()
+        except Exception as error:
+            said[name] = type(error).__name__
+    print("told", 0, json.dumps(said), flush=True)
+    print("pid", subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+    os.remove(elsewhere / "file")
+dist.barrier()
+"""
+
+
+def test_whatever_writes_changes_no_file_of_the_users_and_what_it_started_is_ended(
+    in_a_folder: Path, tmp_path: Path
+) -> None:
+    for folder in ("outputs/run1", "data"):
+        Path(folder).mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("as it was")
+    Path("kept.txt").write_text("as it was")
+    for name in ("large.bin", "other.bin", "model.safetensors", "outputs/run1/last.pt", "outputs/run1/old.pt"):
+        Path(name).write_bytes(bytes(400_000))
+    for number in range(5_100):
+        Path(f"data/{number}").touch()
+    script, elsewhere = write(WRITES), str(tmp_path / "elsewhere")
+    before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
+    told = watch(script, [elsewhere, f"{in_a_folder}/outputs"], Limits(timeout_s=120))
+    assert {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")} == before
+    refused = dict.fromkeys(("absolute", "absolute in C", "save elsewhere"), "RefusedError")
+    assert told_by(0, told.printed[0]) == {**refused, "program": "CalledProcessError"}
+    (pid,) = [int(line.split()[1]) for line in told.printed[0].splitlines() if line.startswith("pid ")]
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # not yet reaped
+    notes = "\n".join(told.notes)
+    assert f"was not let write {elsewhere}/file (" in notes and "--in-place" in notes
+    assert "a part of the doctor" not in notes and "Landlock" not in notes
 
 
 def test_ranks_that_start_ranks_are_told_at_once() -> None:

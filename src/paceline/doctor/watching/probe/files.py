@@ -104,7 +104,8 @@ def _loaded(call: Call) -> Generator[None, Any, None]:
 
 def _path(call: Call, name: str) -> str | None:
     file = call[name]
-    file = getattr(file, "name", file)  # an open file knows its path
+    if not isinstance(file, str | os.PathLike):
+        file = getattr(file, "name", None)  # an open file knows its path
     return _absolute(file) if isinstance(file, str | os.PathLike) else None
 
 
