@@ -138,6 +138,13 @@ def test_what_prints_for_others_is_told_where_they_ask_for_it(ranks: Ranks) -> N
     assert [finding.line for finding in ranks.found(checks_files.print_on_all_ranks)] == [3, 4]
 
 
+@pytest.mark.parametrize(("line", "wrong"), [("print(loss)", True), ("print(f'cuda:{i} is there')", False)])
+def test_a_line_that_tells_whose_it_is_may_come_from_every_rank(ranks: Ranks, line: str, wrong: bool) -> None:
+    ranks.path.write_text(f"{line}\n")
+    ranks.tell("print", text="1.0").tell("print", text="0.9")
+    assert ids(ranks.found(checks_files.print_on_all_ranks)) == ["print-on-all-ranks"] * wrong
+
+
 @pytest.mark.parametrize(
     ("load_first", "load_syncs", "save_syncs", "wrong"),
     [(True, 1, 9, False), (False, 9, 9, True), (False, 8, 9, True), (False, 10, 9, False), (True, 9, 9, True)],
@@ -362,6 +369,13 @@ def test_parts_that_are_split_differently_are_not_told_as_another_order(ranks: R
     ranks.tell("batch", *rows, loader=0, number=0, indices=[*range(12)])
     assert ids(ranks.found(checks_data.dataset_order_differs)) == ["dataset-order-differs"] * (not wrong)
     assert ids(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
+
+
+@pytest.mark.parametrize(("replicas", "wrong"), [(2, True), (1, False)])
+def test_a_sampler_of_a_ranks_own_data_may_differ(ranks: Ranks, replicas: int, wrong: bool) -> None:
+    ranks.tell("sampler", {"seed": 0, "size": 30}, {"seed": 1, "size": 34}, sampler=0, shuffle=True, replicas=replicas)
+    found = ranks.found(checks_data.sampler_seed_differs) + ranks.found(checks_data.dataset_order_differs)
+    assert ids(found) == ["sampler-seed-differs", "dataset-order-differs"] * wrong
 
 
 STREAMS = {

@@ -114,7 +114,7 @@ def _all_begin_alike(orders: Sequence[Sequence[object]]) -> bool:
 
 
 def sampler_seed_differs(run: Run) -> Iterator[Finding]:
-    for those in beside(run, "sampler"):
+    for those in _sharing(run):
         seeds = [record["seed"] for record in those]
         if len(set(seeds)) > 1 and all(record["shuffle"] for record in those):
             yield from found(
@@ -124,6 +124,11 @@ def sampler_seed_differs(run: Run) -> Iterator[Finding]:
                 f"seeds {', '.join(map(str, seeds))} on ranks 0 to {run.world - 1}{_overlap(run)}",
             )
             return
+
+
+def _sharing(run: Run) -> Iterator[list[Record]]:
+    """The samplers that share a dataset out to all ranks. One for a single replica is of the data of its own rank."""
+    yield from (those for those in beside(run, "sampler") if all(r["replicas"] in (None, run.world) for r in those))
 
 
 def _overlap(run: Run) -> str:
@@ -216,7 +221,7 @@ def _unsharded(those: list[Pass]) -> Iterator[Finding]:
 
 def dataset_order_differs(run: Run) -> Iterator[Finding]:
     """The same samples under other numbers, or different numbers of samples."""
-    for samplers in beside(run, "sampler"):
+    for samplers in _sharing(run):
         sizes = [record["size"] for record in samplers]
         if len(set(sizes)) > 1:
             yield from found(

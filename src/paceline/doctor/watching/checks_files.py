@@ -14,6 +14,10 @@ from paceline.doctor.watching.sources import line_of
 __all__ = ["CHECKS"]
 
 
+_SAYS_WHO = re.compile(r"rank|worker|process|\bpid|gpu|cuda|device|\bnode|\bhost", re.I)
+"""A line that tells whose it is may come from every rank."""
+
+
 def _by(run: Run, kind: str, fact: str) -> dict[str, dict[int, list[Record]]]:
     """Records of a kind by a fact of theirs and by rank."""
     grouped: dict[str, dict[int, list[Record]]] = {}
@@ -162,7 +166,7 @@ def print_on_all_ranks(run: Run) -> Iterator[Finding]:
     for place, by_rank in by_place.items():
         first = next(iter(by_rank.values()))[0]
         said = f"{line_of(place) if place is not None else ''} {first['text']}"
-        if len(by_rank) < run.world or run.world < 2 or re.search(r"rank|worker|process", said, re.I):
+        if len(by_rank) < run.world or run.world < 2 or _SAYS_WHO.search(said):
             continue
         lines = min(len(those) for those in by_rank.values())
         yield from found(
