@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.doctor.reading.expressions import order_of
 from paceline.doctor.reading.machine import Class
 from paceline.doctor.reading.meaning import calculated, named
 from paceline.doctor.reading.objects import Objects, bound, method_of
@@ -287,7 +288,7 @@ class Builtins(Objects):
 
 def _freshened(value: Value, *, remove: set[str], add: set[str] | None = None) -> Value:
     """A list of the same elements."""
-    own = value.labels & {"some"} | ({"hash-order"} if value.kind == "set" else set()) | (add or set())
+    own = value.labels & {"some"} | order_of(value) | (add or set())
     labels = (labels_of((value,)) | own) - remove
     items = value.items
     if items is not None and remove:

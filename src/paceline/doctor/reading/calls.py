@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.doctor.reading.effects import numbered
-from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api
+from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.objects import bound, class_field, method_of
 from paceline.doctor.reading.surroundings import Surroundings
@@ -42,6 +42,7 @@ _KIND_OF_BASE: Final = {
 _DICTS: Final = words(
     "builtins.dict collections.OrderedDict collections.UserDict argparse.Namespace types.SimpleNamespace"
 )
+_ORDERS: Final = frozenset({"listing", "hash-order", "shuffled"})
 _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
 
 
@@ -254,7 +255,7 @@ class Calls(Surroundings):
             self.seeds.update(
                 dict.fromkeys(self.seeds, frozenset())
             )  # by whatever it does with what it is given: nothing can be said of them
-        labels = carried(given)
+        labels = carried(given) | speaks_of_ranks(name.rpartition(".")[2])
         return Value("path" if name.startswith(("pathlib.", "os.path.")) else "unknown", labels, name)
 
     def _call_back(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> None:
@@ -342,8 +343,11 @@ class Calls(Surroundings):
         if kind in ("dataset", "stream", "sampler", "instance"):
             given = carried([*arguments, *keywords.values()])
             own = carried(v for name, v in made.fields.items() if name != "__class__")
-            minded = VARYING | {"partly", "listing", "hash-order", "shuffled"}
-            made.labels |= (given | own) & minded if kind != "instance" else given & {"rank", "partly"}
+            labels = given | own
+            if kind == "instance":
+                made.labels |= given & {"rank", "partly"}
+            else:
+                made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & _ORDERS)
         if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
             mark = len(self.trace.events)
             size = self.call(bound(method, made), [], {}, node)
@@ -390,6 +394,21 @@ class Calls(Surroundings):
         if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
             return self._known_method(owner, name, known, arguments, keywords, node)
         return Value(labels=carried([*arguments, *keywords.values()]))
+
+
+def _order_of_samples(made: Value, held: frozenset[str]) -> frozenset[str]:
+    """What a data set holds where its samples and their number come from. A list of class names, say, or a set of
+    extensions, may be in any order."""
+    methods = [method_of(made, name) for name in ("__getitem__", "__len__")]
+    used = {
+        node.attr
+        for method in methods
+        if method is not None
+        for node in ast.walk(method.code.node)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    fields = [made.fields[name] for name in used if name in made.fields]
+    return labels_of(fields) if fields else held
 
 
 def _escape(values: Iterable[Value]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.doctor.reading.builtin import Builtins
-from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api
+from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api, speaks_of_ranks
 from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, computed, named
 from paceline.doctor.reading.objects import bound, method_of, submodules
 from paceline.doctor.reading.values import (
@@ -293,7 +293,7 @@ class Effects(Builtins):
             return self._size(value, name, arguments)
         labels = computed(name, operands) if is_tensor else computed(name, [Value(labels=part_labels(value))])
         if not is_tensor:
-            labels |= carried(operands[1:])
+            labels |= carried(operands[1:]) | speaks_of_ranks(name)
         if name.endswith("_") and not name.startswith("_") and (is_tensor or value.kind == "unknown"):
             if value.kind != "grad" or name not in ("zero_", "detach_", "requires_grad_"):
                 self.changed_in_place(value, Value(labels=detached(labels)), node)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from paceline.doctor.reading.arithmetic import Arithmetic
-from paceline.doctor.reading.knowledge import api, canonical
+from paceline.doctor.reading.knowledge import LIBRARIES, api, canonical, speaks_of_ranks
 from paceline.doctor.reading.machine import Function, Scope
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import (
@@ -79,7 +79,9 @@ class Expressions(Arithmetic):
             return value
         if used:
             self.trace.names.add(name)
-        return Value("api", name=name)
+        parts = name.split(".")
+        labels = speaks_of_ranks(parts[-1]) if parts[0] not in LIBRARIES else frozenset()
+        return Value("api", labels, name)
 
     def _attribute(self, node: ast.Attribute) -> Value:
         return self.attribute(self.evaluate(node.value), node.attr, node)

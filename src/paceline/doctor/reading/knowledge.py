@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from paceline.doctor.reading.values import words
 
-__all__ = ["KEPT", "LAUNCHED", "LIBRARIES", "MEAN_LOSSES", "METHODS", "Api", "api", "canonical"]
+__all__ = [
+    "KEPT",
+    "LAUNCHED",
+    "LIBRARIES",
+    "MEAN_LOSSES",
+    "METHODS",
+    "Api",
+    "api",
+    "canonical",
+    "speaks_of_ranks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +289,22 @@ start start -
 }
 METHODS["ddp"] = METHODS["module"]
 METHODS["parameter"] = METHODS["tensor"]
+
+
+def speaks_of_ranks(name: str) -> frozenset[str]:
+    """What something unknown is made of by its name alone: `is_main_process`, `is_global_zero`, `local_rank` of a
+    library tell some ranks from others, and nothing under such a condition happens on all.
+
+    >>> sorted(speaks_of_ranks("is_main_process")), sorted(speaks_of_ranks("domain"))
+    (['partly'], [])
+    """
+    return frozenset({"partly"}) if _OF_RANKS.search(name.lower()) else frozenset()
+
+
+_OF_RANKS = re.compile(
+    r"(^|_)(is_?)?(main|master|chief|leader|primary|coordinator|root)(_?(process|rank|worker|node|proc))?$"
+    r"|(^|_)(is_)?(global_|local_|world_)?(rank|zero)(_?(zero|0|only))?$"
+)
 
 LAUNCHED = words(
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"

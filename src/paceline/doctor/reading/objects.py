@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from paceline.doctor.reading.expressions import Expressions, order_of
-from paceline.doctor.reading.knowledge import LAUNCHED, METHODS
+from paceline.doctor.reading.knowledge import LAUNCHED, METHODS, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Function
 from paceline.doctor.reading.meaning import TENSORS
 from paceline.doctor.reading.program import Module
@@ -81,7 +81,7 @@ class Objects(Expressions):
             return self._of_tensor(value, name)
         if name in METHODS.get(value.kind, {}):
             return Value("bound", value.labels, name, fields={"self": value})
-        child_value = Value(labels=part_labels(value), line=getattr(node, "lineno", 0))
+        child_value = Value(labels=part_labels(value) | speaks_of_ranks(name), line=getattr(node, "lineno", 0))
         if name == "loss":
             child_value.labels |= {"mean"}
         if value.kind != "scalar":
@@ -156,7 +156,7 @@ class Objects(Expressions):
             if (chosen := self._by_rank(value.items, key)) is not None:
                 return chosen
         if value.items:
-            return labelled(joined(value.items), key.labels)
+            return labelled(joined(value.items), labels_of((Value(labels=value.labels), key)))
         labels = part_labels(value) if isinstance(key.default, str) else labels_of((value,))
         labels |= labels_of((key,))
         if value.kind in ("tensor", "list") and "rank" in key.labels:
@@ -167,6 +167,8 @@ class Objects(Expressions):
             return Value("scalar", value.labels, known=value.fields["of"].length)
         kind = value.kind if value.kind in ("tensor", "parameter", "batch") else "unknown"
         length = key.length if kind == "tensor" else None
+        if kind == "tensor" and key.kind == "tensor" and key.name != "mask":
+            labels = labels - {"own-size"} | (key.labels & {"own-size"})  # it is as long as the index
         name = value.name if value.name == "sample" else ""
         return Value("tensor" if kind == "batch" else kind, labels, name, length=length)
 
@@ -190,9 +192,12 @@ class Objects(Expressions):
 
     def _sliced(self, value: Value, key: Value) -> Value:
         labels = labels_of((value, key))
-        if value.kind in ("tensor", "list") and "rank" in key.labels:
+        if value.kind != "scalar" and "rank" in key.labels:
             labels |= {"data", "shard"}
-        bounds = [part.known for part in key.items or []]
+        parts = key.items or []
+        if len(parts) > 1 and not parts[1].is_none and not parts[1].may_vary:
+            labels -= {"own-size"}  # cut to what all have
+        bounds = [part.known for part in parts]
         length = combined(
             lambda size, start, stop, step: len(range(*slice(start, stop, step).indices(size))), value.length, *bounds
         )
@@ -234,6 +239,8 @@ class Objects(Expressions):
 
     def elements(self, value: Value, loop: Loop, node: ast.AST) -> list[Value]:
         """What the loop's variable is, in one iteration that stands for all; in each, for a few constants."""
+        if not self.spend():
+            return [Value()]
         if value.options:
             return [joined([element for option in value.each() for element in self.elements(option, loop, node)[:1]])]
         match value.kind:
@@ -268,6 +275,8 @@ class Objects(Expressions):
 
     def element(self, value: Value, node: ast.AST) -> Value:
         """Any one of its elements."""
+        if not self.spend():
+            return Value()
         if value.options:
             return joined([self.element(option, node) for option in value.each()] or [Value(labels=value.labels)])
         match value.kind:

@@ -321,11 +321,11 @@ class Value:
 
 
 _TRUE = words(
-    "module ddp optimizer scheduler scaler sampler loader function class instance api device group generator "
-    "parser namespace context python_module"
+    "module ddp optimizer scheduler scaler sampler loader function class instance device group generator parser "
+    "namespace context python_module"
 )
-_OBJECTS = _TRUE | {"dataset", "stream", "list", "tuple", "dict", "parameters", "state_dict", "lazy", "partial"}
-_OF_PARTS = _TRUE - {"device", "generator", "function"} | {"dict", "dataset", "stream"}
+_OBJECTS = _TRUE | {"api", "dataset", "stream", "list", "tuple", "dict", "parameters", "state_dict", "lazy", "partial"}
+_OF_PARTS = _TRUE - {"device", "generator", "function"} | {"api", "dict", "dataset", "stream"}
 """Objects that hold all sorts of things, of which each may differ between ranks or not."""
 _OF_ONE_PIECE = words(
     "scalar tensor loaded batch parameter grad buffer path device generator size list tuple set bound slice"
