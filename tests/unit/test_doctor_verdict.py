@@ -235,6 +235,14 @@ def test_silence_means_nothing_where_nothing_could_be_seen(case: str, tmp_path: 
         assert verdict.cannot in verdict.notes
 
 
+def test_a_hang_of_which_the_cause_is_told_was_seen(tmp_path: Path) -> None:
+    zero, one = two(tmp_path / "train.py")
+    zero.meets("barrier", 3, over=False)
+    verdict = judge(run_of(zero, one.tell("end", code=0), stopped="hang"))
+    assert {finding.id for finding in verdict.findings} & MEETING
+    assert verdict.cannot is None
+
+
 def test_a_failure_after_steps_is_a_note(tmp_path: Path) -> None:
     ranks = two(tmp_path / "train.py")
     for one in ranks:

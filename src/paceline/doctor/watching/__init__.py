@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -75,8 +76,8 @@ def watch(
         obeyed=tuple(
             replace(obeyed, path=_shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
         ),
-        notes=(*(mapped if any(run.all("device")) else ()), *verdict.notes),
-        cannot=verdict.cannot,
+        notes=(*(mapped if any(run.all("device")) else ()), *(_told(note, script) for note in verdict.notes)),
+        cannot=_told(verdict.cannot, script) if verdict.cannot is not None else None,
         printed=tuple(account.tail for account in run.accounts),
     )
 
@@ -94,6 +95,11 @@ def _run(
         started(script, arguments, limits.workers, scratch, gpus) as ranks,
     ):
         return follow(ranks, steps=limits.steps, deadline_s=deadline_s, tell=tell)
+
+
+def _told(note: str, script: Path) -> str:
+    """A sentence in which files are named as the user would write them."""
+    return re.sub(r"/\S+?(?=:\d)", lambda path: _shown(path[0], script), note)
 
 
 def _shown(path: str, script: Path) -> str:

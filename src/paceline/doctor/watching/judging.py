@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from paceline.doctor.causes import BREAKS
+from paceline.doctor.causes import BREAKS, MEETING
 from paceline.doctor.findings import Finding, Obeyed
 from paceline.doctor.rules import RULES
 from paceline.doctor.watching import (
@@ -65,9 +65,12 @@ def judge(run: Run) -> Verdict:
     failures = [finding for check in checks_errors.CHECKS for finding in _heard(check, run, notes)]
     obeyed = [rule for check in RULES_OBEYED for rule in _heard(check, run, notes)]
     told = [note for say in (guarded, _limits) for note in _heard(say, run, notes)]
+    verdict = tuple(_once(_broken(found, failures)))
     cannot = next(_heard(_cannot, run, notes), None)
+    if run.stopped == "hang" and any(finding.id in MEETING or finding.broke_s is not None for finding in verdict):
+        cannot = None  # it is known why, and told
     return Verdict(
-        findings=tuple(_once(_broken(found, failures))),
+        findings=verdict,
         obeyed=tuple(obeyed),
         notes=tuple(dict.fromkeys([*told, *notes, *([cannot] if cannot else [])])),
         cannot=cannot,
@@ -156,7 +159,12 @@ def _failure(run: Run) -> str | None:
     if error is not None and checks_errors.is_echo(error):
         return f"rank {account.rank} lost its connection to a rank that had ended, or was elsewhere"
     where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
-    return f"rank {account.rank} failed first{where}: {_reason(account, error)}"
+    others = [own.first("error") for own in run.accounts]
+    alike = error is not None and all(
+        o is not None and (o["type"], o.place) == (error["type"], error.place) for o in others
+    )
+    who = "all ranks failed" if alike else f"rank {account.rank} failed first"
+    return f"{who}{where}: {_reason(account, error)}"
 
 
 def _reason(account: Account, error: Record | None) -> str:
