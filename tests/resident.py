@@ -11,6 +11,7 @@ Run as a program, this file is the process that commands are forked from.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import paceline
 from paceline import env
@@ -84,6 +85,11 @@ class Forked:
 class Resident:
     """The process that commands are forked from. A context: it ends with it."""
 
+    def __init__(self, requests: socket.socket | None = None) -> None:
+        """``requests``: of one that runs already."""
+        if requests is not None:
+            self._requests = requests
+
     def __enter__(self) -> Resident:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -116,8 +122,37 @@ class Resident:
         with theirs, os.fdopen(os.memfd_create("request"), "w", encoding="utf-8") as request:  # of any size
             json.dump(told, request)
             request.flush()
-            socket.send_fds(self._requests, [b"command"], [theirs.fileno(), request.fileno()])
+            descriptors = [theirs.fileno(), request.fileno(), self._requests.fileno()]
+            socket.send_fds(self._requests, [b"command"], descriptors)
         return Forked(ours)
+
+
+class Nested(Forked):
+    """A command that a command has started: what `paceline verify` uses of a `subprocess.Popen`."""
+
+    def __init__(
+        self, resident: Resident, words: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]
+    ) -> None:
+        assert words[0] == sys.executable and stdin == subprocess.DEVNULL
+        started = resident.start(words[1:], Path.cwd(), os.environ, Path(stdout.name), Path(stderr.name))
+        self.__dict__ |= started.__dict__
+
+    def __enter__(self) -> Nested:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._link], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("", timeout or 0.0)
+        return super().wait()
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def serve(requests: socket.socket) -> Any:
@@ -139,26 +174,27 @@ def serve(requests: socket.socket) -> Any:
             os.close(ended)
         if requests not in ready:
             continue
-        message, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
+        message, descriptors, *_ = socket.recv_fds(requests, 16, 3, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return 0
-        link, request = descriptors
+        link, request, again = descriptors
         command = os.fork()
         if command == 0:
             break
         running[os.pidfd_open(command)] = command, link
         os.close(request)
+        os.close(again)
         os.write(link, str(command).encode())
     requests.close()
     os.close(link)
     for descriptor, (_, others) in running.items():
         os.close(descriptor)
         os.close(others)
-    return run(request)
+    return run(request, Resident(socket.socket(fileno=again)))
 
 
-def run(request: int) -> Any:
-    """A command's life."""
+def run(request: int, resident: Resident) -> Any:
+    """A command's life. The commands that it starts are forked from ``resident`` too."""
     with os.fdopen(request, encoding="utf-8") as file:
         file.seek(0)
         words, cwd, environ, out, err = json.load(file)
@@ -186,7 +222,10 @@ def run(request: int) -> Any:
     match words:
         case ["-m", "paceline", *rest]:
             from paceline.cli import main
+            from paceline.verify import runs
 
+            started = functools.partial(Nested, resident)
+            runs.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": started})  # type: ignore[assignment, attr-defined]
             sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
             finish(main())  # which has not imported torch, when it starts by itself
         case ["-c", program]:
