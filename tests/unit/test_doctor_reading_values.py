@@ -205,6 +205,12 @@ def test_scaled_by_the_world_size(expression: str, tmp_path: Path) -> None:
     assert labels == expected
 
 
+def test_a_mean_times_a_count_is_a_sum(tmp_path: Path) -> None:
+    assert "times-count" in value_of(tmp_path, "loss * len(torch.zeros(4))", LOSS).labels
+    assert "times-count" in value_of(tmp_path, "loss * torch.zeros(4).shape[0] * world", LOSS).labels
+    assert "times-count" not in value_of(tmp_path, "loss * 4", LOSS).labels
+
+
 DETACHED = ["loss.item()", "loss.detach()", "loss.data", "float(loss)", "loss > 1", "f'{loss}'", "torch.isfinite(loss)"]
 
 
@@ -343,6 +349,19 @@ def test_what_is_cut_alike_is_as_long_everywhere(tmp_path: Path) -> None:
     assert value_of(tmp_path, "len(order[: len(order) // 4])", CUT).varies
     assert not value_of(tmp_path, "len(order[:n])", agreed).labels & {"own-size"}
     assert not value_of(tmp_path, "len(order[torch.randperm(8)])", CUT).labels & {"own-size"}
+
+
+@pytest.mark.parametrize(
+    "expression", ["os.path.exists(args.width)", "os.path.isfile('x')", "Path('x').exists()", "unknown().is_dir()"]
+)
+def test_whether_there_is_a_file(expression: str, tmp_path: Path) -> None:
+    assert "exists" in value_of(tmp_path, expression, "from pathlib import Path").labels
+
+
+def test_cores_and_less(tmp_path: Path) -> None:
+    assert "cores" in value_of(tmp_path, "max(1, os.cpu_count() - 1)").labels
+    for limited in ("min(8, os.cpu_count())", "min([os.cpu_count() // 2, args.width])"):
+        assert "cores" not in value_of(tmp_path, limited).labels
 
 
 # --- what is called where

@@ -63,6 +63,7 @@ _PER_PROCESS: Final = words(
 )
 _DEVICES: Final = words("npu xpu mps hpu mlu musa xla hip")
 """Parts of torch that not every build has."""
+_EXISTS: Final = words("os.path.exists os.path.lexists os.path.isfile os.path.isdir os.path.ismount os.access")
 _LISTING: Final = words("os.listdir os.scandir glob.glob glob.iglob os.walk")
 _CORES: Final = words("os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count")
 
@@ -79,6 +80,8 @@ class Builtins(Objects):
             return Value("unknown", labels | {"clock"})
         if name == "os.getcwd":
             return Value("path", known=Known((str(Path.cwd()),)))
+        if name in _EXISTS:
+            return Value("unknown", labels | {"exists"})
         if name in _CORES:
             return Value("unknown", frozenset({"cores"}))
         if name in _LISTING:
@@ -89,12 +92,16 @@ class Builtins(Objects):
             return self._without_arguments(short)
         if (calculation := named(short.rpartition(".")[2])) is not None and len(arguments) == 2 and short in _OPERATORS:
             return calculated(calculation, first, arguments[1])
+        if short == "min" and len(arguments) == 1 and first.items:
+            arguments = first.items  # `min([a, b])`
         if short == "str" and (text := self.text_of(first, node)) is not first:
             return text
         if short in _FOLDED and short != "len" and not keywords:
             known = combined(_FOLDED[short], *(a.known for a in arguments))
             kind = "path" if short.startswith(("os.path.", "pathlib.")) else "scalar" if known else "unknown"
             labels |= first.labels & FACTORS
+            if short == "min" and any(isinstance(limit.default, int) for limit in arguments):
+                labels -= {"cores"}  # there may be fewer, but not as many as there are cores
             alone = len(arguments) == 1 or (known is None and short in ("max", "min"))
             return Value(kind, labels, first.name if alone and kind != "path" else "", known)
         method = getattr(self, f"_builtin_{short.replace('.', '_')}", None)

@@ -294,6 +294,7 @@ class Effects(Builtins):
         labels = computed(name, operands) if is_tensor else computed(name, [Value(labels=part_labels(value))])
         if not is_tensor:
             labels |= carried(operands[1:]) | speaks_of_ranks(name)
+            labels |= {"exists"} if name in ("exists", "is_file", "is_dir") else frozenset()
         if name.endswith("_") and not name.startswith("_") and (is_tensor or value.kind == "unknown"):
             if value.kind != "grad" or name not in ("zero_", "detach_", "requires_grad_"):
                 self.changed_in_place(value, Value(labels=detached(labels)), node)

@@ -59,6 +59,8 @@ def _product(left: Value, right: Value) -> frozenset[str]:
     for loss, factor in ((left, right), (right, left)):
         if "graph" in loss.labels and "graph" not in factor.labels:
             labels |= {"divided"}
+            if any(label == "size" or label.startswith("count-of-") for label in factor.labels):
+                labels |= {"times-count"}
             if "world-multiple" in factor.labels:
                 labels = _scaled(labels, "times-world", "divided-by-world")
             elif "world-share" in factor.labels and "reduced" not in factor.labels and "count" not in factor.labels:

@@ -87,6 +87,7 @@ NATURES: Final[dict[str, dict[str, str]]] = {
         "worker": "the number of a loader's worker",
         "worker-seed": "the seed that torch gives a loader's worker",
         "exception": "whether something was raised",
+        "exists": "whether there is such a file",
     },
     # A backward through it reaches something. Goes over as origin does, until it is detached: a truth, a text or a
     # number of Python has none. So do ``forward:N`` and ``part:N``.
@@ -102,6 +103,7 @@ NATURES: Final[dict[str, dict[str, str]]] = {
         "sum": "a sum",
         "count": "a sum of something without gradient",
         "divided": "a loss that was divided or scaled",
+        "times-count": "a mean times a number of samples: a sum again",
         "times-world": "a loss times the world size",
         "divided-by-world": "a loss by the world size",
         "over-global-count": "divided by what was reduced",
