@@ -107,13 +107,18 @@ class Pool:
             raise WorkersFailedError(outcomes)
         return [outcome.value for outcome in outcomes]
 
-    def attempt(self, job: Callable[..., Any], *args: Any, workers: int, deadline_s: float = 90) -> list[Outcome]:
-        """How ``job(*args)`` ended on each of ``workers``, in rank order; for jobs that shall fail."""
+    def attempt(
+        self, job: Callable[..., Any], *args: Any, workers: int, deadline_s: float = 90, grace_s: float = 30.0
+    ) -> list[Outcome]:
+        """How ``job(*args)`` ended on each of ``workers``, in rank order; for jobs that shall fail.
+
+        What a job has begun may take ``grace_s`` to end after it, on a busy machine too; nobody waits who need not.
+        """
         self._grow(workers)
         members = self._members[:workers]
         with _launcher(workers) as environments:
             for member, environment in zip(members, environments, strict=True):
-                member.connection.send((job, args, environment))
+                member.connection.send((job, args, environment, grace_s))
             outcomes = self._collect(members, time.monotonic() + deadline_s)
         for rank, outcome in outcomes.items():
             if outcome.error:
@@ -205,7 +210,7 @@ def _serve(connection: Connection, stacks: Path) -> None:
                 return
 
 
-def _do(job: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def _do(job: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str], grace_s: float) -> dict[str, Any]:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     handlers = {number: signal.getsignal(number) for number in signals}
     os.environ.update(environment)
@@ -220,16 +225,16 @@ def _do(job: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, 
         del os.environ[name]
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if "error" not in outcome and (leaks := _leaks()):
+    if "error" not in outcome and (leaks := _leaks(grace_s)):
         outcome |= {"error": "leak", "message": f"the job leaves behind: {', '.join(leaks)}"}
     return outcome
 
 
-def _leaks() -> list[str]:
+def _leaks(grace_s: float) -> list[str]:
     import psutil
     from torch import distributed
 
-    deadline = time.monotonic() + 30  # on a busy machine too; nobody waits who need not
+    deadline = time.monotonic() + grace_s
     while True:
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         leaks = [f"thread {name}" for name in threads if not name.startswith(COMPILERS)]

@@ -164,6 +164,6 @@ def test_the_pool_ends_a_job_at_its_deadline_and_shows_where_it_was(pool: Pool) 
 
 
 def test_the_pool_fails_a_job_that_leaves_something_behind(pool: Pool) -> None:
-    (outcome,) = pool.attempt(jobs.leak_a_thread, workers=1)
+    (outcome,) = pool.attempt(jobs.leak_a_thread, workers=1, grace_s=1.0)
     assert outcome.error == "leak"
     assert "thread forgotten" in outcome.message
