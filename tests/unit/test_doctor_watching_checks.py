@@ -23,6 +23,8 @@ from paceline.doctor.watching import (
     checks_gradients,
     checks_launch,
     checks_models,
+    checks_random,
+    checks_replicas,
 )
 from paceline.doctor.watching.probe import communication, optimizers
 from paceline.doctor.watching.probe.files import TRACKERS
@@ -258,7 +260,7 @@ def test_only_weights_that_are_to_be_equal_are_compared(ranks: Ranks, alike: lis
     for own, other in (("b", "c"), ("d", "e")):
         told = {"alike": alike, "names": ["body", "head"], "sample": [[0.0], [1.0]], "grads": ["g", "g"]}
         ranks.goes().steps({"values": ["a", own]}, {"values": ["a", other]}, **told)
-    found = ranks.found(checks_gradients.replicas_start_different) + ranks.found(checks_gradients.replicas_diverged)
+    found = ranks.found(checks_replicas.replicas_start_different) + ranks.found(checks_replicas.replicas_diverged)
     assert ids(found) == ["replicas-start-different", "replicas-diverged"] * wrong
     if wrong:
         assert found[1].evidence.endswith(", in head")
@@ -283,9 +285,9 @@ def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
         own: list[dict[str, Any]] = [{"whole": True} if rank in loads else {} for rank in (0, 1)]
         ranks.tell("load-state", *own, lines=(3,), ddp=0, lost=False)
     ranks.goes().steps({"values": ["b"]}, {"values": ["c"]})
-    checks = checks_gradients.resume_on_one_rank, checks_gradients.replicas_start_different
+    checks = checks_replicas.resume_on_one_rank, checks_replicas.replicas_start_different
     found = [finding for check in checks for finding in ranks.found(check)]
-    assert ids(found or ranks.found(checks_gradients.replicas_diverged)) == [rule]
+    assert ids(found or ranks.found(checks_replicas.replicas_diverged)) == [rule]
 
 
 def test_gradients_are_known_flattened_and_scaled_too() -> None:
@@ -354,7 +356,7 @@ def test_loader_workers_are_to_blame_for_what_they_do_with_their_seeds(ranks: Ra
             ranks.tell("draw", *own, child=child, where="fetch", generator="numpy", fetch=1)
             own[rank] = {"seed": seed, "state": "by sample"}  # what a dataset seeds by the sample's number comes again
             ranks.tell("draw", *own, child=child, where="fetch", generator="numpy", fetch=2)
-    found = ranks.found(checks_data.worker_seed_identical)
+    found = ranks.found(checks_random.worker_seed_identical)
     assert [finding.level for finding in found] == ([level] if level else [])
 
 

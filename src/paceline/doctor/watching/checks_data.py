@@ -1,4 +1,4 @@
-"""Who saw which samples, in which order, and who drew which random numbers."""
+"""Who saw which samples, and in which order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.watching.evidence import beside, count, found, ranks
+from paceline.doctor.watching.evidence import beside, count, found
 from paceline.doctor.watching.records import Account, Record, Run
 
 __all__ = ["CHECKS", "Pass", "by_loader", "passes"]
@@ -350,96 +350,6 @@ def stale_epoch_in_workers(run: Run) -> Iterator[Finding]:
             )
 
 
-def worker_seed_identical(run: Run) -> Iterator[Finding]:
-    """Loader workers that begin alike although torch has given each of them a seed of its own, or, which may be meant,
-    because all ranks were seeded alike and so drew the same seeds for theirs."""
-    firsts: dict[tuple[int, int, str], Record] = {}
-    for record in run.all("draw"):
-        if record.child is not None:
-            firsts.setdefault((record.rank, record.child, record["generator"]), record)
-    alike: dict[tuple[str, str], list[Record]] = {}
-    for record in firsts.values():
-        alike.setdefault((record["generator"], record["state"]), []).append(record)
-    place = next((r.place for r in run.accounts[0].of("loader") if r["workers"]), None)
-    reseeded = next((those for those in alike.values() if len({r["seed"] for r in those}) > 1), None)
-    shared = next((those for those in alike.values() if len({r.rank for r in those}) == run.world > 1), None)
-    if reseeded is not None:
-        generator = reseeded[0]["generator"]
-        yield from found(
-            "worker-seed-identical",
-            place,
-            f"loader workers draw the same numbers from {generator}",
-            f"torch had seeded {len(reseeded)} workers of {ranks({r.rank for r in reseeded})} differently, "
-            f"and all of them began with {generator}'s generator in the same state",
-        )
-    elif shared is not None:
-        yield from found(
-            "worker-seed-identical",
-            place,
-            f"loader workers of all ranks draw the same numbers from {shared[0]['generator']}",
-            f"{ranks({r.rank for r in shared})} were seeded alike, and so are their loader workers",
-            severity="advice",
-        )
-
-
-def rng_identical_across_ranks(run: Run) -> Iterator[Finding]:
-    """The same state before a draw on all ranks."""
-    draws = [[r for r in account.of("draw") if r.child is None] for account in run.accounts]
-    if run.world < 2 or not all(draws):
-        return
-    common = set.intersection(*({(r["generator"], r["state"]) for r in own} for own in draws))
-    same = [r for r in draws[0] if (r["generator"], r["state"]) in common]
-    if same:
-        first = same[0]
-        what = "dropout and the like" if first["where"] == "forward" else "the dataset"
-        yield from found(
-            "rng-identical-across-ranks",
-            first.place,
-            f"{what} draw the same random numbers on every rank",
-            f"{ranks(range(run.world))}: {first['generator']}'s generator was in the same state before "
-            f"{len(same)} of {len(draws[0])} draws that were looked at",
-        )
-
-
-def loader_workers_oversubscribed(run: Run) -> Iterator[Finding]:
-    cores = _cores(run)
-    for loader in run.accounts[0].of("loader"):
-        everywhere = all(any(r["workers"] == loader["workers"] for r in a.of("loader")) for a in run.accounts)
-        if cores is not None and loader["workers"] and loader["workers"] >= cores and everywhere:
-            yield from found(
-                "loader-workers-oversubscribed",
-                loader.place,
-                "each rank starts as many loader workers as the machine has cores",
-                f"{run.world} ranks with {loader['workers']} loader workers each on {count(cores, 'core')}",
-            )
-            return
-
-
-def threads_oversubscribed(run: Run) -> Iterator[Finding]:
-    cores = _cores(run)
-    for record in run.accounts[0].of("threads", "env"):
-        threads = record["count"] if record.kind == "threads" else _threads_of(record)
-        if cores is not None and threads >= cores and run.world * threads > cores:
-            yield from found(
-                "threads-oversubscribed",
-                record.place,
-                "each rank takes as many threads as the machine has cores",
-                f"{run.world} ranks with {threads} threads each on {count(cores, 'core')}",
-            )
-            return
-
-
-def _cores(run: Run) -> int | None:
-    """How many the script was told that there are, if it has asked and there are ranks that share them."""
-    told = [record["value"] for record in run.all("asks") if record["what"] == "cores"]
-    return max(told) if told and run.world > 1 else None
-
-
-def _threads_of(record: Record) -> int:
-    value = str(record["after"])
-    return int(value) if record["key"] == "OMP_NUM_THREADS" and value.isdigit() else 0
-
-
 def schedule_length_mismatch(run: Run) -> Iterator[Finding]:
     """Only of a run that came to its end."""
     account = run.accounts[0]
@@ -467,9 +377,5 @@ CHECKS = (
     random_split_differs,
     eval_padded_duplicates,
     stale_epoch_in_workers,
-    worker_seed_identical,
-    rng_identical_across_ranks,
-    loader_workers_oversubscribed,
-    threads_oversubscribed,
     schedule_length_mismatch,
 )

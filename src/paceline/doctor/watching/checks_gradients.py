@@ -1,23 +1,21 @@
-"""Whether what each rank stepped with had been reduced, once, and whether the replicas stayed equal."""
+"""Whether what each rank stepped with had been reduced, once, and weighed as it should."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.checks_data import passes
-from paceline.doctor.watching.evidence import Interval, at, beside, count, found, gap, intervals, ranks
+from paceline.doctor.watching.evidence import Interval, at, beside, count, found, gap, intervals
 from paceline.doctor.watching.records import Account, Record, Run
 
-__all__ = ["CHECKS", "alike"]
+__all__ = ["CHECKS", "differ", "how_far_apart", "same_steps"]
 
 _NEARLY = 1.25
 """Counts of samples that differ by less are bad, and no more."""
 
 
-def _steps(run: Run) -> Iterator[list[Interval]]:
+def same_steps(run: Run) -> Iterator[list[Interval]]:
     """The same step of the same optimizer, of each rank."""
     for those in zip(*(intervals(account) for account in run.accounts), strict=False):
         if len({one.step["optimizer"] for one in those}) == 1 and all(one.step["plain"] for one in those):
@@ -33,19 +31,19 @@ def _reached(one: Interval) -> dict[int, str | None]:
     return last
 
 
-def _gap_of(those: Sequence[Interval], name: str) -> str:
+def how_far_apart(those: Sequence[Interval], name: str) -> str:
     """How far apart the ranks are; a few values of each tensor are told."""
     apart = gap([one.step[name] for one in those])
     return f"by up to {apart:.3g} in the values looked at" if apart else "in other values than those looked at"
 
 
-def _differ(those: Sequence[Interval], name: str) -> bool:
+def differ(those: Sequence[Interval], name: str) -> bool:
     return len({tuple(one.step[name] or ()) for one in those}) > 1
 
 
 def ddp_forward_bypassed(run: Run) -> Iterator[Finding]:
     """Gradients came to a DDP's parameters although nobody called the DDP."""
-    for those in _steps(run):
+    for those in same_steps(run):
         if any(_meets_by_hand(one) for one in those):
             continue
         one = those[0]
@@ -72,13 +70,13 @@ def _meets_by_hand(one: Interval) -> bool:
 def _unequal(those: Sequence[Interval]) -> str:
     """How far apart the ranks are at a step, in a sentence."""
     number = those[0].number + 1
-    if _differ(those, "grads"):
-        return f"at step {number} the ranks' gradients differ {_gap_of(those, 'grad_sample')}"
+    if differ(those, "grads"):
+        return f"at step {number} the ranks' gradients differ {how_far_apart(those, 'grad_sample')}"
     return f"step {number} was taken without any reduction"
 
 
 def unsynced_optimizer_step(run: Run) -> Iterator[Finding]:
-    for those in _steps(run):
+    for those in same_steps(run):
         held = [ddp for ddp, pending in _reached(those[0]).items() if pending == "held"]
         if held and not any(_meets_by_hand(one) for one in those):
             backwards = those[0].of("backward")
@@ -241,7 +239,7 @@ def unequal_weight_average(run: Run) -> Iterator[Finding]:
 
 def clip_before_sync(run: Run) -> Iterator[Finding]:
     """Each rank by its own norm, and reduced afterwards."""
-    for those in _steps(run):
+    for those in same_steps(run):
         one = those[0]
         clips = [one_rank.of("clip") for one_rank in those]
         for side in zip(*clips, strict=False):
@@ -285,142 +283,6 @@ def gather_without_grad(run: Run) -> Iterator[Finding]:
         )
 
 
-def params_changed_after_wrap(run: Run) -> Iterator[Finding]:
-    for one in intervals(run.accounts[0]):
-        if one.step["changed"]:
-            wraps = list(run.accounts[0].of("wrap"))
-            names = one.step["changed"]
-            later = [those for those in _steps(run) if those[0].number > one.number]
-            apart = ""
-            if later and _differ(later[-1], "values"):
-                apart = f"; weights differ {_gap_of(later[-1], 'sample')} after {later[-1][0].number} steps"
-            yield from found(
-                "params-changed-after-wrap",
-                wraps[0].place if wraps else one.step.place,
-                f"{', '.join(names[:4])} became a parameter after DDP had taken its list here",
-                f"{count(len(names), 'parameter')} that DDP does not reduce at step {one.number + 1}{apart}",
-            )
-            return
-
-
-def optimizer_stale_params(run: Run) -> Iterator[Finding]:
-    """Parameters with gradients that no optimizer holds, and an optimizer with parameters that are nobody's."""
-    done = intervals(run.accounts[0])
-    optimizers = {one.step["optimizer"] for one in done}
-    if len(done) < 2 or not optimizers:
-        return
-    unheld = set.intersection(*(set(one.step["unheld"] or ()) for one in done))
-    idle = [one for one in done if one.step["grads"] and all(grad is None for grad in one.step["grads"])]
-    strangers = [one for one in done if one.step["in_ddp"] is not None and not all(one.step["in_ddp"])]
-    if unheld and (idle or strangers):
-        yield from found(
-            "optimizer-stale-params",
-            done[0].step.place,
-            "the optimizer holds parameters that are not the model's any more",
-            f"{', '.join(sorted(unheld)[:4])} had gradients at each of {count(len(done), 'step')}, "
-            "and no optimizer that steps holds them",
-        )
-
-
-def alike(account: Account) -> dict[int, Sequence[bool]]:
-    """By optimizer which of its parameters are to be equal on all ranks: those of a DDP, and those whose gradients the
-    script reduces itself. Others may be each rank's own: parts of a model that is cut in pieces, players of their
-    own."""
-    return {one.step["optimizer"]: one.step["alike"] for one in intervals(account) if one.step["alike"] is not None}
-
-
-def _of_replicas(run: Run) -> Iterator[list[Interval]]:
-    """Steps with only those parameters that are to be equal on all ranks."""
-    known = [alike(account) for account in run.accounts]
-    for those in _steps(run):
-        masks = [own.get(one.step["optimizer"], ()) for own, one in zip(known, those, strict=True)]
-        if any(masks[0]) and all(mask == masks[0] for mask in masks):
-            yield [_with_only(one, masks[0]) for one in those]
-
-
-def _with_only(one: Interval, mask: Sequence[bool]) -> Interval:
-    facts = {
-        name: [value for value, to_be_equal in zip(one.step[name] or (), mask, strict=False) if to_be_equal]
-        for name in ("values", "grads", "sample", "grad_sample", "names")
-    }
-    return replace(one, step=replace(one.step, facts=one.step.facts | facts))
-
-
-def resume_on_one_rank(run: Run) -> Iterator[Finding]:
-    told = _first_apart(run)
-    if told is not None and 0 < len(told.loaders) < run.world:
-        who = sorted(told.loaders)
-        yield from found(
-            "resume-on-one-rank",
-            told.loaders[who[0]].place,
-            f"only {ranks(who)} load{'s' if len(who) == 1 else ''} this state",
-            told.evidence,
-        )
-
-
-def replicas_start_different(run: Run) -> Iterator[Finding]:
-    told = _first_apart(run)
-    if told is not None and told.before is None and len(told.loaders) in (0, run.world):
-        made = run.accounts[0].first("optimizer") or told.those[0].step
-        yield from found(
-            "replicas-start-different", made.place, "each rank begins with weights of its own", told.evidence
-        )
-
-
-def replicas_diverged(run: Run) -> Iterator[Finding]:
-    if (told := _first_apart(run)) is not None:
-        cause = ""
-        if told.before is not None and _differ(told.before, "grads"):
-            apart = _gap_of(told.before, "grad_sample")
-            cause = f"; the gradients of step {told.before[0].number + 1} differed {apart}"
-        yield from found(
-            "replicas-diverged",
-            (told.before or told.those)[0].step.place,
-            "the ranks' weights are not the same any more",
-            f"{told.evidence}, in {_names(run, told.those)}{cause}",
-        )
-
-
-class _Apart(NamedTuple):
-    """Weights that are not equal any more.
-
-    Args:
-        those, before: the first step that is taken with them, and the one before, if there was one.
-        loaders: by rank where it has loaded a state in between, if it has.
-    """
-
-    those: list[Interval]
-    before: list[Interval] | None
-    loaders: dict[int, Record]
-    evidence: str
-
-
-def _first_apart(run: Run) -> _Apart | None:
-    before: list[Interval] | None = None
-    for those in _of_replicas(run) if any(run.all("init")) else ():
-        if _differ(those, "values"):
-            since_s = before[0].step.at_s if before is not None else 0.0
-            loads: dict[int, Record] = {}
-            for record in run.all("load-state"):
-                if since_s < record.at_s < those[0].step.at_s and record["whole"] is not False:
-                    loads.setdefault(record.rank, record)
-            when = f"before step {those[0].number + 1}"
-            told = f"{when} the ranks' weights differ {_gap_of(those, 'sample')}"
-            return _Apart(those, before, loads, told)
-        before = those
-    return None
-
-
-def _names(run: Run, those: Sequence[Interval]) -> str:
-    """Of the weights that differ, as far as they were told: at an optimizer's first step."""
-    same = (those_too[0].step for those_too in _of_replicas(run))
-    names: list[str] = next((step["names"] for step in same if step["optimizer"] == those[0].step["optimizer"]), [])
-    values = [one.step["values"] for one in those]
-    differing = [i for i, column in enumerate(zip(*values, strict=False)) if len(set(column)) > 1]
-    shown = [names[i] for i in differing[:3] if i < len(names)]
-    return f"{', '.join(shown)}{' and others' if len(differing) > 3 else ''}" or "the weights"
-
-
 CHECKS = (
     ddp_forward_bypassed,
     unsynced_optimizer_step,
@@ -432,9 +294,4 @@ CHECKS = (
     clip_before_sync,
     gradscaler_diverges,
     gather_without_grad,
-    params_changed_after_wrap,
-    optimizer_stale_params,
-    resume_on_one_rank,
-    replicas_start_different,
-    replicas_diverged,
 )

@@ -1,4 +1,4 @@
-"""How the ranks were started and met, and how they parted."""
+"""How the ranks were started, met and parted, and what each takes of the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.evidence import at, count, found, ranks
-from paceline.doctor.watching.records import Run
+from paceline.doctor.watching.records import Record, Run
 
 __all__ = ["CHECKS"]
 
@@ -103,6 +103,45 @@ def cuda_device_not_set(run: Run) -> Iterator[Finding]:
         )
 
 
+def loader_workers_oversubscribed(run: Run) -> Iterator[Finding]:
+    cores = _cores(run)
+    for loader in run.accounts[0].of("loader"):
+        everywhere = all(any(r["workers"] == loader["workers"] for r in a.of("loader")) for a in run.accounts)
+        if cores is not None and loader["workers"] and loader["workers"] >= cores and everywhere:
+            yield from found(
+                "loader-workers-oversubscribed",
+                loader.place,
+                "each rank starts as many loader workers as the machine has cores",
+                f"{run.world} ranks with {loader['workers']} loader workers each on {count(cores, 'core')}",
+            )
+            return
+
+
+def threads_oversubscribed(run: Run) -> Iterator[Finding]:
+    cores = _cores(run)
+    for record in run.accounts[0].of("threads", "env"):
+        threads = record["count"] if record.kind == "threads" else _threads_of(record)
+        if cores is not None and threads >= cores and run.world * threads > cores:
+            yield from found(
+                "threads-oversubscribed",
+                record.place,
+                "each rank takes as many threads as the machine has cores",
+                f"{run.world} ranks with {threads} threads each on {count(cores, 'core')}",
+            )
+            return
+
+
+def _cores(run: Run) -> int | None:
+    """How many the script was told that there are, if it has asked and there are ranks that share them."""
+    told = [record["value"] for record in run.all("asks") if record["what"] == "cores"]
+    return max(told) if told and run.world > 1 else None
+
+
+def _threads_of(record: Record) -> int:
+    value = str(record["after"])
+    return int(value) if record["key"] == "OMP_NUM_THREADS" and value.isdigit() else 0
+
+
 CHECKS = (
     rendezvous_overridden,
     world_size_mismatch,
@@ -111,4 +150,6 @@ CHECKS = (
     legacy_data_parallel,
     not_distributed,
     cuda_device_not_set,
+    loader_workers_oversubscribed,
+    threads_oversubscribed,
 )

@@ -18,6 +18,8 @@ from paceline.doctor.watching import (
     checks_gradients,
     checks_launch,
     checks_models,
+    checks_random,
+    checks_replicas,
 )
 from paceline.doctor.watching.evidence import at, count
 from paceline.doctor.watching.guarded import guarded
@@ -30,8 +32,10 @@ __all__ = ["Verdict", "judge", "wants_gpus"]
 _FAMILIES = (
     checks_launch,
     checks_data,
+    checks_random,
     checks_models,
     checks_gradients,
+    checks_replicas,
     checks_files,
     checks_collectives,
 )
