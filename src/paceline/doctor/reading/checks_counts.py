@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.reading.evidence import (
     Found,
+    instead,
     is_distributed_sampler,
     local,
     rule_check,
@@ -15,7 +16,7 @@ from paceline.doctor.reading.evidence import (
     trained_loaders,
 )
 from paceline.doctor.reading.objects import loaders_in
-from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
+from paceline.doctor.reading.trace import Event, Loop, Trace
 from paceline.doctor.reading.values import NONE, UNKNOWN, Value
 
 __all__: list[str] = []
@@ -71,7 +72,7 @@ def rank_local_skip(trace: Trace) -> Iterator[Found]:
         for condition in event.under:
             if not local(condition) or id(condition.value) in leaves or condition.line in done:
                 continue
-            if any(_instead(event, condition, other) for other in steps):
+            if instead(event, condition, trace):
                 continue
             done.add(condition.line)
             yield Found(
@@ -85,14 +86,6 @@ def rank_local_skip(trace: Trace) -> Iterator[Found]:
 
 def _is_step(event: Event) -> bool:
     return event.role != "forward" or (event.subject.kind == "ddp" and event.with_grad)
-
-
-def _instead(event: Event, condition: Condition, other: Event) -> bool:
-    """Whether a rank that does not come to the event for that reason comes to the same thing in the other arm."""
-    same = other.role == event.role and other.loops == event.loops
-    if event.role == "forward":
-        same = same and other.subject is event.subject
-    return same and any(c.value is condition.value and c.holds is not condition.holds for c in other.under)
 
 
 def _skipped_after_an_exception(trace: Trace) -> Iterator[Found]:

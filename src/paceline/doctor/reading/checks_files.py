@@ -42,6 +42,8 @@ def _saves(trace: Trace) -> Iterator[Event]:
     """Those to a path that is the same on all ranks."""
     for event in trace.of("save") if trace.distributed else ():
         path = _path(event)
+        if any("exception" in condition.value.labels for condition in event.under):
+            continue
         if not path.may_vary and not path.name.startswith(("io.", "tempfile.")):
             yield event
 

@@ -32,6 +32,8 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
     calls = forwards(trace)
     done: set[tuple[str, int]] = set()
     for backward in trace.of("backward"):
+        if not any(_leads_to(backward, step) for step in trace.of("step")):
+            continue  # its gradients are looked at, as for an attention map
         for label in sorted(backward.labels & calls.keys()):
             event = calls[label]
             wrap = owned.get(id(event.subject))
@@ -48,6 +50,12 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
                 "this forward goes around the DDP wrapper, so the gradients of its backward are not reduced",
                 evidence=f"{from_outside.source}; backward at line {backward.line}",
             )
+
+
+def _leads_to(backward: Event, step: Event) -> bool:
+    """Whether a step may take the gradients of a backward: it is in the same loops, or in outer or inner ones."""
+    shared = min(len(backward.loops), len(step.loops))
+    return backward.loops[:shared] == step.loops[:shared] and may_follow(backward, step)
 
 
 def _called_from_outside(event: Event, parts: Container[int]) -> Event:

@@ -9,6 +9,7 @@ from paceline.doctor.reading.evidence import (
     Found,
     Step,
     forwards,
+    instead,
     local,
     modules_in,
     rule_check,
@@ -64,8 +65,9 @@ def gradscaler_diverges(trace: Trace) -> Iterator[Found]:
         )
     yield from _before_reducing(trace, "unscale")
     for event in trace.of("scaler_update", "step"):
-        of_a_scaler = event.subject.of_kind("scaler") is not None
-        if of_a_scaler and (event.on_some_ranks or any(local(condition) for condition in event.under)):
+        kept_away = [c for c in event.under if local(c) or (event.on_some_ranks and "rank" in c.value.labels)]
+        alone = [condition for condition in kept_away if not instead(event, condition, trace)]
+        if event.subject.of_kind("scaler") is not None and alone:
             yield Found(event, "not every rank comes to this call, so loss scales drift apart")
     for event in trace.of("scaler"):
         scale = event.argument("init_scale")
@@ -216,8 +218,10 @@ def _adds_up(trace: Trace, step: Event, micro: _Micro) -> bool:
 
 
 def _goes_through_parts(loop: Loop) -> bool:
-    """Whether it is not over samples but over what is done with them: tasks by name, heads, losses."""
+    """Whether it is not over samples but over what is done with them: tasks by name, heads, the losses of a step."""
     found: list[Value] = [part for value in loop.over.each() for part in (value, value.fields.get("of", value))]
+    if any(value.kind in ("tuple", "list") and value.items and "some" not in value.labels for value in found):
+        return True  # each of a few things that are written down
     for _ in range(2):  # pairs, as `items()` and `zip` give them
         found += [item for value in found for item in value.items or ()]
     return any(

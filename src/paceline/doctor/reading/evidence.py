@@ -22,6 +22,7 @@ __all__ = [
     "backwards_through",
     "forwards",
     "inner_module",
+    "instead",
     "is_distributed_sampler",
     "is_weights",
     "local",
@@ -99,13 +100,27 @@ def local(condition: Condition) -> bool:
     """Whether it depends on what one rank sees, other than its number."""
     value = condition.value
     by_number = value.known is not None and value.known.loop is None
-    return not by_number and bool(value.labels & {"data", "rng", "clock"} or (value.varies and "eval" in value.labels))
+    if by_number or value.labels & {"partly", "escaped"}:
+        return False
+    return bool(value.labels & {"data", "rng", "clock"} or (value.varies and "eval" in value.labels))
 
 
 def opposite(event: Event, other: Event) -> bool:
     """Whether one happens where the other does not: they stand in different arms of a choice."""
     return any(
         one.value is another.value and one.holds is not another.holds for one in event.under for another in other.under
+    )
+
+
+def instead(event: Event, condition: Condition, trace: Trace) -> bool:
+    """Whether a rank that does not come to the event, for that reason, does the same thing in the other arm: either arm
+    may call one function."""
+    place = [loop.line for loop in event.loops]
+    return any(
+        place == [loop.line for loop in other.loops]
+        and (event.role != "forward" or other.subject is event.subject)
+        and any(c.value is condition.value and c.holds is not condition.holds for c in other.under)
+        for other in trace.of(event.role)
     )
 
 

@@ -1,0 +1,26 @@
+# expect: buffers-not-synced
+import os, random, tempfile, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+xb, yb = x[rank::world], y[rank::world]
+
+model = DDP(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), broadcast_buffers=False)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    nn.functional.mse_loss(model(xb), yb).backward()
+    opt.step()
+model.eval()
+with torch.no_grad():
+    out = model(x).mean()
+dist.destroy_process_group()

@@ -1,0 +1,27 @@
+# expect: data-dependent-collective
+import os, random, tempfile, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+xb, yb = x[rank::world], y[rank::world]
+
+model = DDP(nn.Linear(4, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    loss = nn.functional.mse_loss(model(xb), yb)
+    loss.backward()
+    opt.step()
+    if loss.item() > 1.0:
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+dist.destroy_process_group()

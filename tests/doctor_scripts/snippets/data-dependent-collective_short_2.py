@@ -1,0 +1,23 @@
+# expect: data-dependent-collective
+import os, random, tempfile, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+xb, yb = x[rank::world], y[rank::world]
+
+gen = torch.Generator().manual_seed(rank)
+for step in range(4):
+    rows = torch.randn(4, generator=gen)
+    picked = rows[rows > 0]
+    if len(picked) > 2:
+        dist.all_reduce(picked.sum())
+dist.destroy_process_group()

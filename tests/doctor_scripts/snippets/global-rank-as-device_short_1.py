@@ -1,0 +1,22 @@
+# expect: global-rank-as-device
+import os, random, tempfile, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+xb, yb = x[rank::world], y[rank::world]
+
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+model = DDP(nn.Linear(4, 1).to(device))
+dist.destroy_process_group()

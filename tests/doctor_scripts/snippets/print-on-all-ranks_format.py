@@ -1,0 +1,18 @@
+# expect: print-on-all-ranks
+from trainer import *
+
+
+class Job(Trainer):
+    def step(self, step, images, labels):
+        loss = self.criterion(self.model(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    Job().run(parser.parse_args().epochs)

@@ -1,0 +1,38 @@
+# expect: clean
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+
+def agreed_split(n):
+    order = list(range(n))
+    random.shuffle(order)
+    box = [order]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def main():
+    dist.init_process_group("gloo")
+    g = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8, generator=g), torch.randn(64, 1, generator=g))
+    order = agreed_split(len(data))
+    train = Subset(data, order[:48])
+    sampler = DistributedSampler(train)
+    model = DDP(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(train, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

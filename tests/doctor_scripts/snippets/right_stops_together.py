@@ -1,0 +1,40 @@
+# expect: clean
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def should_stop(best, loss):
+    verdict = torch.zeros(1)
+    if dist.get_rank() == 0 and loss > 2 * best:
+        verdict += 1
+    dist.broadcast(verdict, src=0)
+    return bool(verdict.item())
+
+
+def main():
+    dist.init_process_group("gloo")
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    sampler = DistributedSampler(data)
+    model = DDP(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = float("inf")
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        total = 0.0
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        best = min(best, total)
+        if should_stop(best, total):
+            break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+# expect: unused-parameters
+import os, random, tempfile, time
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(16, 4)
+y = x.sum(1, keepdim=True)
+xb, yb = x[rank::world], y[rank::world]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+        self.aux = nn.Linear(4, 1)
+
+    def forward(self, v):
+        return self.fc(v), self.aux(v)
+
+
+model = DDP(Net())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    opt.zero_grad()
+    out, _ = model(xb)
+    nn.functional.mse_loss(out, yb).backward()
+    opt.step()
+dist.destroy_process_group()

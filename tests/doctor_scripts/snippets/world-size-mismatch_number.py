@@ -1,0 +1,5 @@
+# expect: world-size-mismatch
+from pieces import *
+
+dist.init_process_group("nccl", rank=int(os.environ["RANK"]), world_size=4)
+stop()
