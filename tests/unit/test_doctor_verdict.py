@@ -18,7 +18,7 @@ from paceline.doctor.rules import RULES, Severity
 from paceline.doctor.watching import checks_gradients, probe
 from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.obeying import RULES_OBEYED
-from paceline.doctor.watching.records import KEPT, KINDS, LASTING, Account, Stopped, pack
+from paceline.doctor.watching.records import KEPT_BYTES, KINDS, LASTING, Account, Stopped, pack
 from told import Told, run_of, two
 
 Seen = Literal["source", "run"]
@@ -476,13 +476,15 @@ def test_an_account_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None
     accounts = []
     for rank in (0, 1):
         account = Account(rank=rank)
-        for number in range(KEPT + 10):
-            account.take(message(number, "batch", loader=0, number=0, rows=["x"], indices=[1]))
-        account.take(message(KEPT + 11, "collective", op="barrier"))
-        account.take(message(KEPT + 12, "end", code=0))
+        batch = message(1, "batch", loader=0, number=0, rows=["x" * 50_000], indices=[1])
+        kept = KEPT_BYTES // len(batch)
+        for _ in range(kept + 10):
+            account.take(batch)
+        account.take(message(2, "collective", op="barrier"))
+        account.take(message(3, "end", code=0))
         accounts.append(account)
-        assert len(account.records) == KEPT + 1
-        assert (account.told["batch"], account.dropped) == (KEPT + 10, 11)
+        assert len(account.records) == kept + 1
+        assert (account.told["batch"], account.dropped) == (kept + 10, 11)
         waiting = account.waiting()
         assert waiting is not None and waiting["op"] == "barrier"
     run = run_of(stopped="time")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 __all__ = [
     "BOUND_BYTES",
-    "KEPT",
+    "KEPT_BYTES",
     "KINDS",
     "LASTING",
     "MEETINGS",
@@ -105,9 +105,10 @@ LASTING = frozenset(
 MEETINGS = frozenset({"init", "wrap", "forward", "backward", "collective", "wait", "destroy"})
 """Kinds in the middle of which a rank may wait for the others."""
 
-KEPT = 10_000
-"""So many records of a kind fill an account: 20 steps of 500 micro-batches. Whoever tells more goes round in a loop,
-whose end looks like its beginning."""
+KEPT_BYTES = 32 * 1024 * 1024
+"""Messages of so many bytes fill an account: 2,000 batches of 512 samples (20 steps of 100 micro-batches), or 100,000
+collectives. Whoever tells more goes round in a loop, whose end looks like its beginning. As records they take about four
+times the space."""
 
 _LAST = frozenset({"end", "error", "fault", "destroy"})
 """How a rank ends is kept, however full its account is."""
@@ -203,6 +204,7 @@ class Account:
     tail: str = ""
     stands: str | None = None
     _open: dict[tuple[int | None, int], Record] = field(default_factory=dict, repr=False)
+    _bytes: int = field(default=0, repr=False)
 
     def take(self, message: bytes) -> None:
         """Adds what a message tells."""
@@ -217,8 +219,8 @@ class Account:
         told["places"] = tuple(Place(*place) for place in told["places"])
         record = Record(rank=self.rank, **told)
         self.told[record.kind] += 1
-        full = self.dropped > 0 or self.told[record.kind] > KEPT
-        if full and record.kind not in _LAST:
+        self._bytes += len(message)
+        if self._bytes > KEPT_BYTES and record.kind not in _LAST:
             self.dropped += 1
         else:
             self.records.append(record)
