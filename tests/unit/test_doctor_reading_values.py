@@ -116,6 +116,12 @@ SAME = [
     "(torch.randn(2) if args.deep else None) is None",
     "nn.Parameter(torch.randn(3))",
     "unknown().domain",
+    "torch.zeros(2, device=torch.device('cuda', rank))",
+    "torch.zeros(2, device=f'cuda:{rank}')",
+    "torch.zeros(2).to(rank)",
+    "torch.load('x.pt', map_location=f'cuda:{rank}')['step']",
+    "unknown('x', device=f'cuda:{rank}')",
+    "nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_ids=[rank])",
     "unknown().remaining()",
     "torch.ones(2).to(torch.randn(2).dtype)",
 ]
@@ -212,6 +218,24 @@ def test_a_mean_times_a_count_is_a_sum(tmp_path: Path) -> None:
 
 
 DETACHED = ["loss.item()", "loss.detach()", "loss.data", "float(loss)", "loss > 1", "f'{loss}'", "torch.isfinite(loss)"]
+
+
+KEEPS_ITS_GRAPH = [
+    "loss.float()",
+    "loss.sum()",
+    "loss.round()",
+    "torch.stack([loss, loss]).mean()",
+    "loss.to('cpu')",
+    "loss[None]",
+    "-loss",
+]
+
+
+@pytest.mark.parametrize("expression", KEEPS_ITS_GRAPH)
+def test_not_detached(expression: str, tmp_path: Path) -> None:
+    labels = value_of(tmp_path, expression, LOSS).labels
+    assert "graph" in labels
+    assert any(label.startswith("forward:") for label in labels)
 
 
 @pytest.mark.parametrize("expression", DETACHED)

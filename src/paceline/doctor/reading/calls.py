@@ -10,6 +10,7 @@ from typing import Final
 from paceline.doctor.reading.effects import numbered
 from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
+from paceline.doctor.reading.meaning import content
 from paceline.doctor.reading.objects import bound, class_field, method_of
 from paceline.doctor.reading.surroundings import Surroundings
 from paceline.doctor.reading.trace import Call, Condition
@@ -255,7 +256,7 @@ class Calls(Surroundings):
             self.seeds.update(
                 dict.fromkeys(self.seeds, frozenset())
             )  # by whatever it does with what it is given: nothing can be said of them
-        labels = carried(given) | speaks_of_ranks(name.rpartition(".")[2])
+        labels = carried(content(arguments, keywords)) | speaks_of_ranks(name.rpartition(".")[2])
         return Value("path" if name.startswith(("pathlib.", "os.path.")) else "unknown", labels, name)
 
     def _call_back(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from paceline.doctor.reading.builtin import Builtins
 from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api, speaks_of_ranks
-from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, computed, named
+from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, computed, content, named
 from paceline.doctor.reading.objects import bound, method_of, submodules
 from paceline.doctor.reading.values import (
     NONE,
@@ -130,7 +130,7 @@ class Effects(Builtins):
         self, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], node: ast.AST
     ) -> Value:
         """A call of which the tables know something."""
-        labels = labels_of(arguments.values())
+        labels = labels_of(content((), arguments))
         if known.role == "checkpoint" and positional:
             self.event(known.role, node, name=name, arguments=arguments)
             return self.call(positional[0], positional[1:], {}, node)
@@ -257,7 +257,7 @@ class Effects(Builtins):
     def tensor_call(self, name: str, positional: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         """Any other function of torch or numpy: a tensor made of its arguments."""
         parent, _, last = name.rpartition(".")
-        operands = [*positional, *keywords.values()]
+        operands = content(positional, keywords)
         if parent == "torch.nn.functional" and last in MEAN_LOSSES:
             return self._loss(keywords, operands)
         if (calculation := named(last)) is not None and len(operands) >= 2:
@@ -285,7 +285,7 @@ class Effects(Builtins):
         self, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
     ) -> Value:
         """Any method of a tensor, or of something unknown."""
-        operands = [value, *arguments, *keywords.values()]
+        operands = [value, *content(arguments, keywords)]
         is_tensor = value.kind in TENSORS or bool(value.labels & {"graph", "eval", "gradient"})
         if is_tensor and (calculation := named(name)) is not None and len(operands) >= 2:
             return self._calculated(calculation, name, operands, node)

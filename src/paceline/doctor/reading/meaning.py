@@ -8,7 +8,7 @@ Pure functions of values. `named` finds a calculation by the name of an operator
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from paceline.doctor.reading.values import (
     words,
 )
 
-__all__ = ["TENSORS", "Calculation", "calculated", "computed", "named"]
+__all__ = ["TENSORS", "Calculation", "calculated", "computed", "content", "named"]
 
 TENSORS: Final = ("tensor", "grad", "parameter", "buffer", "batch")
 
@@ -168,7 +168,7 @@ def calculated(calculation: Calculation, left: Value, right: Value, line: int = 
 
 _DETACHES: Final = words(
     "item tolist numpy detach data argmax argmin argsort eq ne lt gt le ge isfinite isnan isinf tensor as_tensor "
-    "from_numpy bool any all nonzero bincount histc float int len str round"
+    "from_numpy bool int long any all nonzero bincount histc"
 )
 """Nothing that these give has a gradient."""
 _OVERALL: Final = words("norm vector_norm isfinite isnan isinf any all item max min mean sum amax amin numel size dim")
@@ -207,3 +207,14 @@ def computed(name: str, operands: list[Value]) -> frozenset[str]:
     if name == "reciprocal" and operands:
         labels |= _quotient(Value(), operands[0]) & FACTORS
     return labels
+
+
+_PLACES: Final = words(
+    "device dtype map_location device_ids output_device device_map torch_dtype non_blocking pin_memory"
+)
+
+
+def content(positional: Iterable[Value], named: dict[str, Value]) -> list[Value]:
+    """Of arguments those that a result is made of. On which device it lies, a rank's own mostly, makes it no other."""
+    given = [*positional, *(value for name, value in named.items() if name not in _PLACES)]
+    return [value for value in given if value.kind != "device"]
