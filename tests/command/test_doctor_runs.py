@@ -311,3 +311,11 @@ def test_a_heartbeat_does_not_hide_a_hang() -> None:
     )
     assert took_s < 60
     assert [finding.id for finding in told.findings if finding.level == "error"] == ["rank-conditional-collective"]
+
+
+@pytest.mark.long
+def test_time_is_for_all_that_is_run() -> None:
+    """A script that wants GPUs is started twice."""
+    told, took_s = watched("import time\ntime.sleep(5)\nraise RuntimeError('no cuda')\n", timeout_s=7)
+    assert took_s < 10
+    assert told.cannot is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any, Literal
 import pytest
 
 from paceline.doctor.causes import BREAKS, EXPLAINS, MEETING
-from paceline.doctor.examine import examine, settled
+from paceline.doctor.examine import Limits, examine, settled
 from paceline.doctor.findings import Finding, Obeyed
-from paceline.doctor.lines import statement_at
+from paceline.doctor.lines import shown, statement_at
 from paceline.doctor.rules import RULES, Severity
 from paceline.doctor.watching import checks_gradients, probe
 from paceline.doctor.watching.judging import judge
@@ -147,6 +148,20 @@ def test_what_may_well_be_meant_is_advice(rule: str) -> None:
     assert RULES[rule].severity == "advice"
 
 
+@pytest.mark.parametrize("script", ["train.py", "./train.py", "code/train.py", "../code/train.py", "link/train.py", ""])
+def test_files_are_named_as_the_script_is(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is read and watched would not be at one place."""
+    (tmp_path / "here" / "code").mkdir(parents=True)
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("link").symlink_to(tmp_path / "code")
+    path = Path(script) if script else tmp_path / "code" / "train.py"
+    path.touch()
+    for name in ("train.py", "helpers.py"):
+        assert shown(str(path.resolve().parent / name), path) == str(path.with_name(name))
+    assert shown("/usr/lib/other.py", path) == "/usr/lib/other.py"
+
+
 # Comments.
 
 
@@ -250,6 +265,17 @@ def test_a_failure_after_steps_is_a_note(tmp_path: Path) -> None:
     verdict = judge(run_of(*ranks, stopped="ended"))
     assert verdict.cannot is None
     assert any("ValueError: over" in note for note in verdict.notes)
+
+
+def test_what_was_read_is_told_where_there_is_no_room_to_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TWO_MISTAKES)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    seen = examine(path, limits=Limits())
+    assert seen.sick
+    assert seen.cannot is not None and "scratch folder" in seen.cannot
 
 
 # Whatever is missing in the records, or wrong with a check.

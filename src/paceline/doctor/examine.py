@@ -13,6 +13,7 @@ from paceline.doctor.lines import comments, statement_at
 from paceline.doctor.reading import read
 from paceline.doctor.rules import RULES, rule
 from paceline.doctor.watching import Limits, Watched, watch
+from paceline.errors import UsageError
 
 __all__ = ["Examination", "Limits", "examine", "settled"]
 
@@ -66,7 +67,10 @@ def examine(
     was_read = read(script)
     if not was_read.looked:
         return Examination(findings=(), notes=was_read.notes, cannot="; ".join(was_read.notes))
-    watched = watch(script, arguments, limits, tell=tell) if limits is not None else Watched()
+    try:
+        watched = watch(script, arguments, limits, tell=tell) if limits is not None else Watched()
+    except UsageError as error:  # it cannot be run here, which is no reason to say nothing of it
+        watched = Watched(notes=(str(error),), cannot=str(error))
     found = (*was_read.findings, *watched.findings)
     files = dict.fromkeys([str(script), *(finding.path for finding in found)])
     return Examination(

@@ -11,9 +11,21 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["comments", "parsed", "statement_at", "text_at", "text_of"]
+__all__ = ["comments", "parsed", "shown", "statement_at", "text_at", "text_of"]
 
 _IGNORE = re.compile(r"#\s*paceline:\s*ignore\b(?:\[([^\]]*)\])?")
+
+
+def shown(path: str, script: Path) -> str:
+    """An absolute path as the user would write it, and as reading has it: like the script itself."""
+    file, folder = Path(path), script.parent.resolve()
+    if file == script.resolve():
+        return str(script)
+    if file.is_relative_to(folder):
+        return str(script.parent / file.relative_to(folder))
+    if not script.is_absolute() and file.is_relative_to(Path.cwd()):
+        return str(file.relative_to(Path.cwd()))
+    return path
 
 
 def text_of(path: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.doctor.findings import Finding, Obeyed
+from paceline.doctor.lines import shown
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, wants_gpus
 from paceline.doctor.watching.ranks import Gpus, started
@@ -72,9 +73,9 @@ def watch(
     verdict = judge(run)
     mapped = ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)
     return Watched(
-        findings=tuple(replace(finding, path=_shown(finding.path, script)) for finding in verdict.findings),
+        findings=tuple(replace(finding, path=shown(finding.path, script)) for finding in verdict.findings),
         obeyed=tuple(
-            replace(obeyed, path=_shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
+            replace(obeyed, path=shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
         ),
         notes=(*(mapped if any(run.all("device")) else ()), *(_told(note, script) for note in verdict.notes)),
         cannot=_told(verdict.cannot, script) if verdict.cannot is not None else None,
@@ -99,13 +100,4 @@ def _run(
 
 def _told(note: str, script: Path) -> str:
     """A sentence in which files are named as the user would write them."""
-    return re.sub(r"/\S+?(?=:\d)", lambda path: _shown(path[0], script), note)
-
-
-def _shown(path: str, script: Path) -> str:
-    """A file as the user would write it: like the script itself."""
-    if Path(path) == script.resolve():
-        return str(script)
-    if not script.is_absolute() and Path(path).is_relative_to(Path.cwd()):
-        return str(Path(path).relative_to(Path.cwd()))
-    return path
+    return re.sub(r"/\S+?(?=:\d)", lambda path: shown(path[0], script), note)

@@ -96,7 +96,8 @@ class _Following:
         if now_s > self._looked_s + _TICK_S:
             self._look(living, now_s)
         still_s = now_s - self._moved_s
-        if self._enough_s is not None and now_s > self._enough_s + _FINISH_S and still_s < 2 * _TICK_S:
+        stuck = still_s > 2 * _TICK_S and self._all_meet(living)  # at the end, or for the moment
+        if self._enough_s is not None and now_s > self._enough_s + _FINISH_S and not stuck:
             return "steps"
         if now_s > self._deadline_s:  # whoever waits for the others then has waited for nothing
             return "hang" if still_s > _STUCK_S / 2 and self._all_meet(living) else "time"

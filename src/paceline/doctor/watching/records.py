@@ -107,8 +107,8 @@ MEETINGS = frozenset({"init", "wrap", "forward", "backward", "collective", "wait
 
 KEPT_BYTES = 32 * 1024 * 1024
 """Messages of so many bytes fill an account: 2,000 batches of 512 samples (20 steps of 100 micro-batches), or 100,000
-collectives. Whoever tells more goes round in a loop, whose end looks like its beginning. As records they take about four
-times the space."""
+collectives. Whoever tells more goes round in a loop, whose end looks like its beginning. As records they take about
+four times the space."""
 
 _LAST = frozenset({"end", "error", "fault", "destroy"})
 """How a rank ends is kept, however full its account is."""
