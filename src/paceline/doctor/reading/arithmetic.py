@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from paceline.doctor.reading.knowledge import LAUNCHED
@@ -116,8 +117,9 @@ class Arithmetic(Machine):
 
     def _compared(self, op: ast.cmpop, left: Value, right: Value) -> Value:
         if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and (left.is_none or right.is_none):
-            is_none = whether_none(right if left.is_none else left)
-            return is_none if isinstance(op, ast.Is | ast.Eq) else opposite(is_none)
+            asked = right if left.is_none else left
+            is_none = replace(whether_none(asked), fields={"of": asked})
+            return is_none if isinstance(op, ast.Is | ast.Eq) else replace(opposite(is_none), fields={"of": asked})
         labels = tested((left, right))
         if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and {left.kind, right.kind} <= {"api", "class"}:
             return constant(_is_same_class(left, right) is isinstance(op, ast.Is | ast.Eq))

@@ -132,7 +132,7 @@ class Builtins(Objects):
         if known is None or len(set(known.points)) > 1:
             own |= value.labels & {"rank"}
         if value.labels & {"unique", "own-size"} or value.name == "sample":  # one of a batch: they may differ in length
-            own |= value.labels & (VARYING | {"own-size"})
+            own |= labels_of((value,)) & (VARYING | {"own-size"})
         return Value("scalar" if known else "unknown", own, known=known)
 
     def _builtin_range(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:

@@ -246,7 +246,7 @@ class Value:
         name: of an API, class or function: its full dotted name; of what such an API made: the API's.
         known: what it is exactly.
         fields: attributes, the arguments that it was made with, and a dict's values by key; of what was chosen by a
-            test: that ``test``, what it is ``if`` that holds, and ``else``.
+            test: that ``test``, what it is ``if`` that holds, and ``else``; of ``x is None`` and of sizes: what these are ``of``.
         items: the elements of a list or tuple, as far as they are known.
         options: of kind ``either``: what it may be.
         code: of a function or class of the script: where it is defined (`calls.Function`, `calls.Class`).
