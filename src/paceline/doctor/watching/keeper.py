@@ -42,8 +42,11 @@ def main(link: socket.socket, run_id: str) -> int:
 def end_all_of(run_id: str) -> None:
     """Kills the processes that a run's ranks have started, whatever group or session they have put themselves into: the
     run's id is in the environment that they were given. What they start meanwhile is ended too."""
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while _kill_marked(f"TORCHELASTIC_RUN_ID={run_id}".encode()) and time.monotonic() < deadline_s:
+    deadline_s, without = time.monotonic() + _PATIENCE_S, 0
+    while (
+        without < 2 and time.monotonic() < deadline_s
+    ):  # one that is just beginning shows its environment a moment later
+        without = 0 if _kill_marked(f"TORCHELASTIC_RUN_ID={run_id}".encode()) else without + 1
         time.sleep(_POLL_S)
 
 

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +25,10 @@ __all__ = ["Scratch", "scratched"]
 
 _SMALL_BYTES = 256 * 1024
 _COPIED_BYTES = 64 * 1024 * 1024
-_ENTRIES = 50_000
-"""So much of a folder and all that it holds is rebuilt, the nearest first: work for a second."""
-_FLAT = 5_000
-"""A folder of more files than this holds samples. It is linked."""
+_ENTRIES = 10_000
+"""So much of a folder and all that it holds is rebuilt: work for a second, and again when it is removed."""
+_FLAT = 1_000
+"""A folder that holds more than this holds samples. It is linked."""
 _AS_THEY_ARE = frozenset(
     {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache"}
 )
@@ -99,6 +98,7 @@ class Scratch:
     moved: dict[str, str] = field(default_factory=dict)
     _variables: dict[str, str] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _rebuilt: set[Path] = field(default_factory=set)
     _copied: int = 0
 
     def place(self, *folders: Path) -> None:
@@ -202,40 +202,46 @@ class Scratch:
         return parent / (root.name or "root")
 
     def _rebuild(self, root: Path, target: Path) -> None:
-        pending, left, followed = deque([(root, target)]), _ENTRIES, set[Path]()
-        while pending:
-            folder, copy = pending.popleft()
-            entries = _entries(folder, left if folder == root else min(left, _FLAT))
-            if entries is None and folder != root:
-                copy.symlink_to(folder)
-                continue
-            if entries is None:
-                raise UsageError(
-                    "cannot run the script in a scratch folder",
-                    found=f"more than {_ENTRIES:,} files in {root} itself, or that they cannot be listed",
-                    needed="a folder of which links can be made",
-                    fix="Start it from another folder, use --static, or --in-place to let it write where it is",
-                )
-            copy.mkdir()
-            left -= len(entries)
-            for entry in entries:
-                there, real = (
-                    copy / entry.name,
-                    Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path),
-                )
-                if entry.is_symlink() and real.is_relative_to(root):
-                    there.symlink_to(target / real.relative_to(root))
-                elif self._is_to_be_rebuilt(real, root) and real not in followed:
-                    followed.add(real)
-                    pending.append((Path(entry.path), there))
-                elif not (self._is_small(real) and _is_copied(real, there)) and os.path.lexists(entry.path):
-                    there.symlink_to(entry.path)
+        """Level by level, and of each the small folders first: those are more like to be written to."""
+        level, left = [(root, target)], _ENTRIES
+        while level:
+            listed = [(_entries(folder, _ENTRIES if folder == root else _FLAT), folder, copy) for folder, copy in level]
+            level = []
+            for entries, folder, copy in sorted(listed, key=lambda those: len(those[0] or ())):
+                if folder == root and entries is None:
+                    raise UsageError(
+                        "cannot run the script in a scratch folder",
+                        found=f"more than {_ENTRIES:,} files in {root} itself, or that they cannot be listed",
+                        needed="a folder of which links can be made",
+                        fix="Start it from another folder, use --static, or --in-place to let it write where it is",
+                    )
+                if entries is None or len(entries) > left:
+                    copy.symlink_to(folder)
+                    continue
+                left -= len(entries)
+                level += self._filled(copy, entries, root, target)
+
+    def _filled(
+        self, copy: Path, entries: list[os.DirEntry[str]], root: Path, target: Path
+    ) -> Iterator[tuple[Path, Path]]:
+        """Makes a folder that stands for one with ``entries``. Yields the folders in it that are to be made next."""
+        copy.mkdir()
+        for entry in entries:
+            there = copy / entry.name
+            real = Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path)
+            if entry.is_symlink() and real.is_relative_to(root):
+                there.symlink_to(target / real.relative_to(root))
+            elif self._is_to_be_rebuilt(real, root):
+                self._rebuilt.add(real)
+                yield Path(entry.path), there
+            elif not (self._is_small(real) and _is_copied(real, there)) and os.path.lexists(entry.path):
+                there.symlink_to(entry.path)
 
     def _is_to_be_rebuilt(self, real: Path, root: Path) -> bool:
         """Whether it is a folder that is to be looked into."""
         if not real.is_dir() or real.name in _AS_THEY_ARE or str(real) in _MACHINE:
             return False
-        return real != self.home and not root.is_relative_to(real)
+        return real != self.home and not root.is_relative_to(real) and real not in self._rebuilt
 
     def _is_small(self, file: Path) -> bool:
         """Whether a file is to be copied: sources always, so that they are found beside what they write."""

@@ -86,7 +86,7 @@ class Guard:
         """
         if path.is_dir() or not path.parent.is_dir():
             return  # which fails anyway
-        original = path.resolve()
+        original = _real(path)
         if self._inside(original) or any(original.is_relative_to(folder) for folder in _MACHINE):
             return
         if not path.is_symlink() or not self._inside(_place(path)):
@@ -126,7 +126,7 @@ class Guard:
     def _changed(self, path: _Name, at: int = -1) -> None:
         if not isinstance(path, int):
             name = _absolute(path, at)
-            if name.is_dir() and not self._inside(name.resolve()):
+            if name.is_dir() and not self._inside(_real(name)):
                 self._refuse(name)
             elif name.exists():
                 self.about_to_write(name, keep=True)
@@ -193,4 +193,9 @@ def _is_there(path: Path) -> bool:
 
 def _place(path: Path) -> Path:
     """Without links, but for one that it is itself."""
-    return path.parent.resolve() / path.name if path.name not in ("", os.pardir) else path.resolve()
+    return _real(path.parent) / path.name if path.name not in ("", os.pardir) else _real(path)
+
+
+def _real(path: Path) -> Path:
+    """Without links; of those that lead round in a circle, as far as it goes."""
+    return Path(os.path.realpath(path))
