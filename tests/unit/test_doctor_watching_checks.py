@@ -26,7 +26,7 @@ from paceline.doctor.watching import (
     checks_random,
     checks_replicas,
 )
-from paceline.doctor.watching.probe import communication, optimizers
+from paceline.doctor.watching.probe import communication, optimizers, training
 from paceline.doctor.watching.probe.files import TRACKERS
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.recorder import Recorder
@@ -243,11 +243,20 @@ def test_gradients_are_accumulated_only_over_samples_of_their_own(ranks: Ranks, 
 
 @pytest.mark.parametrize(
     ("divisor", "rule"),
-    [(1, "accumulation-not-normalised"), (2, None), (3, None), (4, "loss-scaled-by-world-size")],
+    [
+        ([], "accumulation-not-normalised"),
+        ([["DivBackward0", 2]], None),
+        ([["DivBackward0", 3]], None),
+        ([["DivBackward0", 4]], "loss-scaled-by-world-size"),
+        ([["MulBackward0", 0.5]], None),
+        ([["gradient", None]], None),
+    ],
 )
-def test_what_the_losses_of_two_micro_batches_were_divided_by(ranks: Ranks, divisor: int, rule: str | None) -> None:
+def test_what_the_losses_of_two_micro_batches_were_divided_by(
+    ranks: Ranks, divisor: list[list[Any]], rule: str | None
+) -> None:
     loads(ranks, 0)
-    roots = [[*[["DivBackward0", divisor]] * (divisor > 1), ["MeanBackward0", 4.0]]]
+    roots = [[*divisor, ["MeanBackward0", 4.0]]]
     for _ in range(3):
         ranks.goes(loader=0, roots=roots).goes(loader=0, roots=roots, onto=True).steps()
     checks = checks_gradients.accumulation_not_normalised, checks_gradients.loss_scaled_by_world_size
@@ -288,6 +297,13 @@ def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
     checks = checks_replicas.resume_on_one_rank, checks_replicas.replicas_start_different
     found = [finding for check in checks for finding in ranks.found(check)]
     assert ids(found or ranks.found(checks_replicas.replicas_diverged)) == [rule]
+
+
+def test_a_loss_is_told_by_its_last_functions() -> None:
+    loss = torch.nn.functional.mse_loss(torch.ones(4, requires_grad=True), torch.zeros(4))
+    assert training._root(loss, weighted=False) == [["MseLossBackward0", 4.0]]
+    assert training._root(loss / 2, weighted=False) == [["DivBackward0", 2.0], ["MseLossBackward0", 4.0]]
+    assert training._root(loss, weighted=True)[0] == ["gradient", None]
 
 
 def test_gradients_are_known_flattened_and_scaled_too() -> None:

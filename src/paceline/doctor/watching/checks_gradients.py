@@ -215,7 +215,8 @@ def unequal_weight_average(run: Run) -> Iterator[Finding]:
             continue
         seen += 1
         roots = [record["roots"][0] if record["roots"] else [] for record in those]
-        if len({tuple(name for name, _ in root) for root in roots}) > 1:
+        names = {tuple(name for name, _ in root) for root in roots}
+        if len(names) > 1 or any("gradient" in those_names for those_names in names):
             continue
         weighted = [(nodes[0][0], nodes) for nodes in zip(*roots, strict=True)]
         for _, nodes in weighted:

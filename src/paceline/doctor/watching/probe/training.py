@@ -264,7 +264,9 @@ def _backward(call: Call) -> Generator[None, Any, None]:
         return
     models = replicas.models()
     before = {own: _marks(model) for own, model in models.items()}
-    number = call.recorder.tell("backward", roots=[_root(root) for root in roots[:4]], onto=_untouched(models))
+    weighted = any(True for _ in digests.tensors_in([call["grad_tensors"]]))
+    told = [_root(root, weighted=weighted) for root in roots[:4]]
+    number = call.recorder.tell("backward", roots=told, onto=_untouched(models))
     yield
     reached = {own: replicas.pending.get(own) for own, marks in before.items() if _marks(models[own]) != marks}
     for own in before:
@@ -290,9 +292,10 @@ def _marks(model: Any) -> list[tuple[int, int]]:
     return [(id(p.grad), p.grad._version) for p in model.parameters() if p.grad is not None]
 
 
-def _root(tensor: Any) -> list[list[Any]]:
-    """The last functions of a loss, from its end backwards: name, and what it was divided by, where that is known."""
-    told: list[list[Any]] = []
+def _root(tensor: Any, *, weighted: bool) -> list[list[Any]]:
+    """The last functions of a loss, from its end backwards: name, and what it was divided by, where that is known. If
+    ``backward`` was given a gradient to begin with, that comes before them."""
+    told: list[list[Any]] = [["gradient", None]] if weighted else []
     pending = [tensor.grad_fn]
     while pending and len(told) < 8:
         node = pending.pop(0)
