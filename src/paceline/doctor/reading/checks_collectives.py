@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.reading.checks_buffers import syncs_buffers
 from paceline.doctor.reading.evidence import Found, local, modules_in, opposite, rule_check, synchronising
-from paceline.doctor.reading.trace import Event, Trace
+from paceline.doctor.reading.trace import Event, Loop, Trace
 from paceline.doctor.reading.values import NONE, Value
 from paceline.doctor.rules import Severity
 
@@ -43,15 +43,20 @@ def collective_order_differs(trace: Trace) -> Iterator[Found]:
     done: set[int] = set()
     for event in trace.of("collective"):
         for loop in event.loops:
-            over = loop.over.fields.get("of", loop.over)
-            from_a_set = over.kind in ("set", "list", "dict") and "hash-order" in over.labels
-            if from_a_set and loop.line not in done:
+            if _goes_through_a_set(loop) and loop.line not in done:
                 done.add(loop.line)
                 yield Found(
                     event,
                     f"this loop goes through a set, whose order differs by process, and calls {_short(event)} for each",
                     evidence=f"{event.source}, in the loop of line {loop.line}",
                 )
+
+
+def _goes_through_a_set(loop: Loop) -> bool:
+    over = loop.over.fields.get("of", loop.over)
+    if over.kind == "set":
+        return not all(isinstance(item.only, int) for item in over.items or ())  # numbers hash the same in each process
+    return over.kind in ("list", "dict") and "hash-order" in over.labels
 
 
 @rule_check("rank-conditional-ddp-forward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.doctor.reading.evidence import Found, is_weights, on_all_ranks, rule_check, wrapped
-from paceline.doctor.reading.trace import Event, Trace
+from paceline.doctor.reading.trace import Condition, Event, Trace
 from paceline.doctor.reading.values import NONE, RANKS, Value
 
 __all__: list[str] = []
@@ -162,10 +162,18 @@ def download_on_all_ranks(trace: Trace) -> Iterator[Found]:
         wants = event.role == "download" or event.arguments.get("download", NONE).only is True
         if not wants or not on_all_ranks(event) or _to_its_own_place(event) or _under_a_lock(event):
             continue
+        if event.role == "download" and not all(map(_is_usual, event.under)):
+            continue
         guards = [e for e in trace.of("collective") if e.number < event.number and e.name.endswith("barrier")]
         if any(e.on_some_ranks for e in guards) or (guards and _fetched_before(trace, event)):
             continue
         yield Found(event, "every rank downloads to the same place at once")
+
+
+def _is_usual(condition: Condition) -> bool:
+    """Whether a helper is meant to download under it: an option says so, or the file is not there yet."""
+    value = condition.value
+    return value.decided() is not None or not value.labels.isdisjoint({"exists", "config", "listing"})
 
 
 def _to_its_own_place(event: Event) -> bool:

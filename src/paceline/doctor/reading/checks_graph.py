@@ -149,7 +149,7 @@ def _share(uses: dict[int, _Use], parts: list[Value]) -> None:
 
 def _use_by(calls: list[tuple[Event, Event]]) -> _Use:
     """Of a part that is called, each time within a forward of the whole."""
-    own = [(event, event.under[len(outer.under) :]) for event, outer in calls]
+    own = [(event, [c for c in event.under[len(outer.under) :] if not _if_there(c, event)]) for event, outer in calls]
     if any(not conditions for _, conditions in own):
         return "always"
     single = [event for event, conditions in own if len(conditions) == 1]
@@ -158,6 +158,12 @@ def _use_by(calls: list[tuple[Event, Event]]) -> _Use:
     return _most(
         "in some copies" if all(_by_copy(c, event) for c in conditions) else "sometimes" for event, conditions in own
     )
+
+
+def _if_there(condition: Condition, event: Event) -> bool:
+    """Whether it asks whether the part, or what holds it, is not ``None``: it is used wherever it is there."""
+    asked = condition.value.fields.get("of", NONE)
+    return any(option is part for option in asked.each() for part in (event.subject, *event.inside))
 
 
 def _by_copy(condition: Condition, event: Event) -> bool:

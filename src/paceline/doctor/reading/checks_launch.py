@@ -77,8 +77,8 @@ def _casts(event: Event) -> bool:
 @rule_check("cuda-device-not-set")
 def cuda_device_not_set(trace: Trace) -> Iterator[Found]:
     chosen = {event.name for event in trace.of("environment")}
-    if not trace.distributed or trace.any("set_device") or "CUDA_VISIBLE_DEVICES" in chosen:
-        return
+    if not trace.any("init") or trace.any("set_device") or "CUDA_VISIBLE_DEVICES" in chosen:
+        return  # who sets up the ranks elsewhere may set the device there, too
     for event in trace.of("cuda", "place"):
         if event.subject.of_kind("module", "ddp") is None or event.in_context("device"):
             continue

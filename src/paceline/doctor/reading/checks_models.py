@@ -32,7 +32,7 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
     calls = forwards(trace)
     done: set[tuple[str, int]] = set()
     for backward in trace.of("backward"):
-        if not any(_leads_to(backward, step) for step in trace.of("step")):
+        if not _is_stepped_on(trace, backward):
             continue  # its gradients are looked at, as for an attention map
         for label in sorted(backward.labels & calls.keys()):
             event = calls[label]
@@ -52,10 +52,24 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
             )
 
 
-def _leads_to(backward: Event, step: Event) -> bool:
-    """Whether a step may take the gradients of a backward: it is in the same loops, or in outer or inner ones."""
-    shared = min(len(backward.loops), len(step.loops))
-    return backward.loops[:shared] == step.loops[:shared] and may_follow(backward, step)
+def _is_stepped_on(trace: Trace, backward: Event) -> bool:
+    """Whether a step may take the gradients of a backward: one in the same loops, or in outer or inner ones, that
+    comes before they are zeroed."""
+    steps = [step for step in trace.of("step") if _shares_loops(backward, step) and may_follow(backward, step)]
+    zeroed = [
+        event.number
+        for event in trace.of("zero_grad")
+        if event.number > backward.number
+        and event.loops == backward.loops[: len(event.loops)]
+        and len(event.under) <= len(backward.under)
+    ]
+    dropped = zeroed and not any(backward.number < step.number < min(zeroed) for step in steps)
+    return bool(steps) and not dropped
+
+
+def _shares_loops(event: Event, other: Event) -> bool:
+    shared = min(len(event.loops), len(other.loops))
+    return event.loops[:shared] == other.loops[:shared]
 
 
 def _called_from_outside(event: Event, parts: Container[int]) -> Event:

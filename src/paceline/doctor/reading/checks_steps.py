@@ -110,9 +110,19 @@ def _meets_unsynced(trace: Trace, role: str) -> Iterator[tuple[Event, Event]]:
         return
     for event in trace.of(role):
         micro = _micro_batches(event, backwards)
-        if micro is not None and (_in_some_round(event, micro) if micro.inside else _after_the_last(micro)):
-            yield event, micro.backwards[-1]
+        if micro is None:
+            continue
+        beside = next((backward for backward in micro.backwards if _in_one_no_sync(backward, event)), None)
+        if beside is not None or (_in_some_round(event, micro) if micro.inside else _after_the_last(micro)):
+            yield event, beside or micro.backwards[-1]
             return
+
+
+def _in_one_no_sync(backward: Event, event: Event) -> bool:
+    """Whether an event follows a backward in the same `no_sync`, in whichever rounds that is one."""
+    shared = [context for context in backward.within if any(context is other for other in event.within)]
+    may_be = any(option.name == "no_sync" for context in shared for option in context.each())
+    return may_be and event.number > backward.number and event.under == backward.under
 
 
 def _in_some_round(step: Event, micro: _Micro) -> bool:
@@ -234,8 +244,10 @@ def _goes_through_parts(loop: Loop) -> bool:
 @rule_check("loss-scaled-by-world-size")
 def loss_scaled_by_world_size(trace: Trace) -> Iterator[Found]:
     for event in trace.of("backward") if trace.any("wrap") else ():
-        scaled = event.labels & {"times-world", "divided-by-world"}
-        if scaled and not event.labels & {"reduced", "gathered", "over-global-count"}:
+        labels = event.labels
+        summed = "times-count" in labels or ("sum" in labels and "mean" not in labels)
+        scaled = "divided-by-world" in labels or ("times-world" in labels and not summed)  # sums are to be added up
+        if scaled and not labels & {"reduced", "gathered", "over-global-count"}:
             yield Found(event, "this loss is scaled by the world size, and DDP averages gradients over ranks already")
 
 
