@@ -12,9 +12,10 @@ import pytest
 
 from paceline.doctor import reading
 from paceline.doctor.reading import CANNOT, Read, read
+from paceline.doctor.reading.flows import labels_of
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.statements import Reader
-from paceline.doctor.reading.values import LABELS, labels_of
+from paceline.doctor.reading.values import LABELS
 from paceline.errors import UsageError
 
 CASES = Path(__file__).parents[3] / "shared" / "doctor_cases"

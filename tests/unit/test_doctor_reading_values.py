@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from paceline.doctor.reading import read
+from paceline.doctor.reading.flows import labels_of
+from paceline.doctor.reading.flows import tested as of_a_test
 from paceline.doctor.reading.machine import MAX_STEPS
 from paceline.doctor.reading.meaning import named
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.statements import Reader
 from paceline.doctor.reading.trace import Trace
-from paceline.doctor.reading.values import FACTORS, NATURES, Known, Value, combined, labels_of
-from paceline.doctor.reading.values import tested as of_a_test
+from paceline.doctor.reading.values import FACTORS, NATURES, Known, Value, combined
 
 START = """
 import argparse, math, operator, os, random

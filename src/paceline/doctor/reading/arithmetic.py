@@ -8,24 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from paceline.doctor.reading.flows import joined, labels_of, picked, tested
 from paceline.doctor.reading.knowledge import LAUNCHED
 from paceline.doctor.reading.machine import Machine
 from paceline.doctor.reading.meaning import calculated, named
 from paceline.doctor.reading.trace import MAX_NESTED, Condition
-from paceline.doctor.reading.values import (
-    RANKS,
-    STEPS,
-    UNKNOWN,
-    VARYING,
-    Known,
-    Value,
-    combined,
-    constant,
-    joined,
-    labels_of,
-    picked,
-    tested,
-)
+from paceline.doctor.reading.values import RANKS, STEPS, UNKNOWN, VARYING, Known, Value, combined, constant
 
 __all__ = ["Arithmetic", "opposite", "whether_none"]
 

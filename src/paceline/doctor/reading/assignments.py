@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 from paceline.doctor.reading.calls import Calls
-from paceline.doctor.reading.values import Value, bounded, detached, labels_of
+from paceline.doctor.reading.flows import bounded, detached, labels_of
+from paceline.doctor.reading.values import Value
 
 __all__ = ["Assignments"]
 

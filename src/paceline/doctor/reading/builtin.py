@@ -10,26 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.doctor.reading.containers import Containers
 from paceline.doctor.reading.expressions import order_of
+from paceline.doctor.reading.flows import detached, joined, labels_of, part_labels, tested
 from paceline.doctor.reading.machine import Class
 from paceline.doctor.reading.meaning import calculated, named
-from paceline.doctor.reading.objects import Objects, bound, method_of
-from paceline.doctor.reading.values import (
-    FACTORS,
-    NONE,
-    UNKNOWN,
-    VARYING,
-    Known,
-    Value,
-    combined,
-    constant,
-    detached,
-    joined,
-    labels_of,
-    part_labels,
-    tested,
-    words,
-)
+from paceline.doctor.reading.objects import bound, method_of
+from paceline.doctor.reading.values import FACTORS, NONE, UNKNOWN, VARYING, Known, Value, combined, constant, words
 
 __all__ = ["Builtins"]
 
@@ -68,7 +55,7 @@ _LISTING: Final = words("os.listdir os.scandir glob.glob glob.iglob os.walk")
 _CORES: Final = words("os.cpu_count multiprocessing.cpu_count torch.multiprocessing.cpu_count psutil.cpu_count")
 
 
-class Builtins(Objects):
+class Builtins(Containers):
     """Calls into Python itself."""
 
     def builtin(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value | None:

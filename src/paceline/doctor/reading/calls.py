@@ -8,46 +8,22 @@ from pathlib import Path
 from typing import Final
 
 from paceline.doctor.reading.effects import numbered
+from paceline.doctor.reading.flows import carried, detached, joined, labels_of, picked
+from paceline.doctor.reading.instances import Instances
 from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.meaning import content
 from paceline.doctor.reading.objects import bound, class_field, method_of
-from paceline.doctor.reading.surroundings import Surroundings
 from paceline.doctor.reading.trace import Call, Condition
-from paceline.doctor.reading.values import (
-    NONE,
-    VARYING,
-    Known,
-    Value,
-    carried,
-    detached,
-    joined,
-    labels_of,
-    picked,
-    words,
-)
+from paceline.doctor.reading.values import NONE, VARYING, Known, Value
 
 __all__ = ["Calls"]
 
 MAX_FRAMES: Final = 24
-_KIND_OF_BASE: Final = {
-    "torch.nn.Module": "module",
-    "torch.utils.data.Dataset": "dataset",
-    "torch.utils.data.IterableDataset": "stream",
-    "torch.utils.data.DistributedSampler": "sampler",
-    "torch.utils.data.Sampler": "sampler",
-    "torch.utils.data.BatchSampler": "sampler",
-    "torch.utils.data.DataLoader": "loader",
-    "torch.nn.parallel.DistributedDataParallel": "ddp",
-}
-_DICTS: Final = words(
-    "builtins.dict collections.OrderedDict collections.UserDict argparse.Namespace types.SimpleNamespace"
-)
-_ORDERS: Final = frozenset({"listing", "hash-order", "shuffled"})
 _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
 
 
-class Calls(Surroundings):
+class Calls(Instances):
     """Calls of all kinds."""
 
     def call(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
@@ -59,7 +35,7 @@ class Calls(Surroundings):
             case "function":
                 return self._call_function(function, arguments, keywords, node)
             case "class":
-                return self._instantiate(function, arguments, keywords, node)
+                return self.instantiate(function, arguments, keywords, node)
             case "api":
                 return self._call_api(function.name, arguments, keywords, node)
             case "module" | "ddp":
@@ -93,7 +69,7 @@ class Calls(Surroundings):
         if receiver.kind in ("api", "python_module") or (receiver.kind == "class" and receiver.code is not None):
             return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
         if receiver.kind == "super":
-            return self._call_super(receiver, name, arguments, keywords, node)
+            return self.call_super(receiver, name, arguments, keywords, node)
         if name in receiver.fields and receiver.fields[name].kind != "unknown":
             return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
         if (method := method_of(receiver, name)) is not None:
@@ -105,12 +81,12 @@ class Calls(Surroundings):
         if isinstance(receiver.code, Class) and (held := class_field(receiver, name)) is not None:
             return self.call(held, arguments, keywords, node)
         if (known := METHODS.get(receiver.kind, {}).get(name)) is not None:
-            return self._known_method(receiver, name, known, arguments, keywords, node)
+            return self.known_method(receiver, name, known, arguments, keywords, node)
         if (made := self.container_method(receiver, name, arguments, keywords)) is not None:
             return made
         return self._other_method(receiver, name, arguments, keywords, node)
 
-    def _known_method(
+    def known_method(
         self,
         receiver: Value,
         name: str,
@@ -202,7 +178,7 @@ class Calls(Surroundings):
 
     def _call_api(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         if name == "builtins.super":
-            return Value("super", fields=self._super_of(arguments))
+            return Value("super", fields=self.super_of(arguments))
         if name in KEPT and arguments:
             return arguments[0]
         if name == "functools.partial" and arguments:
@@ -331,86 +307,6 @@ class Calls(Surroundings):
             self.loops = outer
         return joined(yielded) if yielded else Value(labels=value.labels)
 
-    def _instantiate(self, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
-        kind, base = kind_of(cls)
-        made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
-        made.fields["__class__"] = cls
-        if kind == "module":
-            made.labels = self.drawn()
-        if (method := method_of(made, "__init__")) is not None:
-            self.call(bound(method, made), arguments, keywords, node)
-        else:
-            self._without_init(cls, made, arguments, keywords)
-        if kind in ("dataset", "stream", "sampler", "instance"):
-            given = carried([*arguments, *keywords.values()])
-            own = carried(v for name, v in made.fields.items() if name != "__class__")
-            labels = given | own
-            if kind == "instance":
-                made.labels |= given & {"rank", "partly"}
-            else:
-                made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & _ORDERS)
-        if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
-            mark = len(self.trace.events)
-            size = self.call(bound(method, made), [], {}, node)
-            del self.trace.events[mark:]  # nobody has asked yet
-            made.length = size.known if size.known is not None and size.known.loop is None else None
-        if kind in ("dataset", "stream"):
-            self.event("dataset", node, name=cls.name, arguments={**numbered(arguments), **keywords}, result=made)
-        elif "download" in keywords:
-            self.event("dataset", node, name=cls.name, arguments=keywords, result=made)
-        return made
-
-    def _without_init(self, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
-        """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
-        annotated = [
-            line.target.id
-            for line in cls.code.node.body
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        ]
-        if arguments and any(base.name in _DICTS for base in cls.code.bases):
-            made.fields.update(arguments[0].fields)
-        known = api(made.name)
-        parameters = annotated or list(known.parameters if known else ())
-        made.fields.update({name: v for name in annotated if (v := class_field(cls, name)) is not None})
-        made.fields.update(dict(zip(parameters, arguments, strict=False)))
-        made.fields.update({name: value for name, value in keywords.items() if name != "**"})
-
-    def _super_of(self, arguments: list[Value]) -> dict[str, Value]:
-        names = self.frame.scope.names
-        owner = arguments[1] if len(arguments) > 1 else next(iter(names.values()), Value())
-        home = self.frame.scope.names.get("__class__")
-        return {"owner": owner, "home": arguments[0] if arguments else home or owner.fields.get("__class__", Value())}
-
-    def _call_super(
-        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
-    ) -> Value:
-        owner, home = receiver.fields["owner"], receiver.fields["home"]
-        for base in home.code.bases if isinstance(home.code, Class) else ():
-            found = class_field(base, name) if base.kind == "class" else None
-            if found is not None and found.kind == "function":
-                return self.call(bound(found, owner), arguments, keywords, node)
-            if base.kind == "api" and name == "__init__" and (known := api(base.name)) is not None:
-                owner.fields.update(dict(zip(known.parameters, arguments, strict=False)))
-                owner.fields.update(keywords)
-        if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
-            return self._known_method(owner, name, known, arguments, keywords, node)
-        return Value(labels=carried([*arguments, *keywords.values()]))
-
-
-def _order_of_samples(made: Value, held: frozenset[str]) -> frozenset[str]:
-    """What a data set holds where its samples and their number come from. A list of class names, say, or a set of
-    extensions, may be in any order."""
-    methods = [method_of(made, name) for name in ("__getitem__", "__len__")]
-    used = {
-        node.attr
-        for method in methods
-        if method is not None
-        for node in ast.walk(method.code.node)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-    fields = [made.fields[name] for name in used if name in made.fields]
-    return labels_of(fields) if fields else held
-
 
 def _escape(values: Iterable[Value]) -> None:
     """Somebody who is not known has these now, and may do anything to them."""
@@ -418,20 +314,6 @@ def _escape(values: Iterable[Value]) -> None:
         for option in value.each():
             if option.kind in _MINDED:
                 option.labels |= {"escaped"}
-
-
-def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
-    """What an object of a class is, and the API that it descends from."""
-    for base in cls.code.bases if isinstance(cls.code, Class) and depth else ():
-        if base.kind == "api":
-            if (kind := _KIND_OF_BASE.get(base.name)) is not None:
-                return kind, "" if kind in ("module", "dataset", "stream") else base.name
-            known = api(base.name)
-            if known is not None and known.makes in ("module", "dataset", "sampler", "optimizer"):
-                return known.makes, ""
-        elif base.kind == "class" and (found := kind_of(base, depth - 1))[0] != "instance":
-            return found
-    return "instance", ""
 
 
 def _bound_parameters(

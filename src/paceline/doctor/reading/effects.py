@@ -8,25 +8,11 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.doctor.reading.builtin import Builtins
+from paceline.doctor.reading.flows import carried, detached, joined, labels_of, part_labels
 from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api, speaks_of_ranks
 from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, computed, content, named
 from paceline.doctor.reading.objects import bound, method_of, submodules
-from paceline.doctor.reading.values import (
-    NONE,
-    RANKS,
-    UNKNOWN,
-    VARYING,
-    Known,
-    Value,
-    carried,
-    combined,
-    constant,
-    detached,
-    joined,
-    labels_of,
-    part_labels,
-    words,
-)
+from paceline.doctor.reading.values import NONE, RANKS, UNKNOWN, VARYING, Known, Value, combined, constant, words
 
 __all__ = ["Effects", "numbered"]
 

@@ -9,23 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from paceline.doctor.reading.arithmetic import Arithmetic
+from paceline.doctor.reading.flows import bounded, labelled, labels_of, tested
 from paceline.doctor.reading.knowledge import LIBRARIES, api, canonical, speaks_of_ranks
 from paceline.doctor.reading.machine import Function, Scope
 from paceline.doctor.reading.trace import Loop
-from paceline.doctor.reading.values import (
-    MAX_ITEMS,
-    NONE,
-    UNKNOWN,
-    VARYING,
-    Known,
-    Value,
-    bounded,
-    combined,
-    constant,
-    labelled,
-    labels_of,
-    tested,
-)
+from paceline.doctor.reading.values import MAX_ITEMS, NONE, UNKNOWN, VARYING, Known, Value, combined, constant
 
 __all__ = ["Expressions", "order_of"]
 

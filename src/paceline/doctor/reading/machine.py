@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from paceline.doctor.reading.flows import joined, picked
 from paceline.doctor.reading.program import Module, Program
 from paceline.doctor.reading.trace import MAX_NESTED, Call, Condition, Event, Loop, Trace
-from paceline.doctor.reading.values import VARYING, Known, Value, joined, picked
+from paceline.doctor.reading.values import VARYING, Known, Value
 
 __all__ = ["Class", "Flow", "Frame", "Function", "Machine", "Scope", "Started"]
 

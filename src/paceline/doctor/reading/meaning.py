@@ -12,16 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.doctor.reading.values import (
-    FACTORS,
-    UNKNOWN,
-    Value,
-    bounded,
-    combined,
-    detached,
-    labels_of,
-    words,
-)
+from paceline.doctor.reading.flows import bounded, detached, labels_of
+from paceline.doctor.reading.values import FACTORS, UNKNOWN, Value, combined, words
 
 __all__ = ["TENSORS", "Calculation", "calculated", "computed", "content", "named"]
 

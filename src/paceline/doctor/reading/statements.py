@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Final
 
 from paceline.doctor.reading.definitions import Definitions
+from paceline.doctor.reading.flows import tested
 from paceline.doctor.reading.machine import Class, Flow, Started
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
 from paceline.doctor.reading.trace import Loop
-from paceline.doctor.reading.values import NONE, Value, combined, constant, tested
+from paceline.doctor.reading.values import NONE, Value, combined, constant
 
 __all__ = ["Reader"]
 
