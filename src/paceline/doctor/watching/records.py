@@ -42,17 +42,17 @@ KINDS: dict[str, str] = {
     "device": "a GPU is named: index (None: the current one), how",
     # data
     "subset": "a Subset is made: of (length of what it is taken from), size, digest, indices (the first ones)",
-    "sampler": "a DistributedSampler is made: sampler, seed, shuffle, replicas, own_rank, size, total, drop_last",
+    "sampler": "a DistributedSampler is made: sampler, seed, shuffle, replicas, size, total",
     "set-epoch": "set_epoch of a sampler: sampler, epoch",
     "loader": "a DataLoader is made: loader, dataset, size, batch, batches, workers, persistent, iterable, sampler, "
     "drawn_by (the kind of its sampler)",
-    "pass": "a loader is iterated anew: loader, number, epoch (the dataset's), sampled (the sampler's), grad",
+    "pass": "a loader is iterated anew: loader, number, epoch (the dataset's), grad",
     "batch": "a loader gives a batch: loader, number (of the pass), indices, rows (a digest of each sample)",
     "pass-end": "the loader has no more: loader, number, batches",
     "draw": "random numbers were drawn: where (forward, fetch), generator, state (a digest before), seed "
     "(of the loader worker), fetch",
     # training
-    "wrap": "DDP is made: ddp, names, shapes, buffers, options, norms (batch norms), own_buffers, forwards (path, line "
+    "wrap": "DDP is made: ddp, names, shapes, buffers, options, norms (batch norms), forwards (path, line "
     "of the user's forward methods)",
     "forward": "DDP is called: ddp, grad, sync, training, communicates, batch, input (digest of the first tensor)",
     "graph": "after a forward with gradients: ddp, unused (names), total",
@@ -73,11 +73,11 @@ KINDS: dict[str, str] = {
     "checkpointed": "reentrant checkpointing: in_ddp",
     "replicated": "nn.DataParallel is made",
     # communication
-    "init": "init_process_group: backend, world_size, own_rank (None: not given)",
+    "init": "init_process_group: world_size (None: not given)",
     "destroy": "destroy_process_group",
     "wait": "the result of a collective is waited for",
     "join": "a context for uneven inputs is made",
-    "collective": "a collective: op, ranks, shape, dtype, grads (of a DDP's parameters), carries (a gradient), "
+    "collective": "a collective: op, ranks, shape, grads (of a DDP's parameters), "
     "copied (a flattened or cloned copy of gradients)",
     "gathered": "what all_gather returned was not put back before backward: op",
     # files and output

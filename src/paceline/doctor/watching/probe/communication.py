@@ -42,9 +42,7 @@ _gathered: list[tuple[list[Any], int, Any]] = []
 def _begun(call: Call) -> Generator[None, Any, None]:
     number = call.recorder.tell(
         "init",
-        backend=call["backend"],
         world_size=call["world_size"] if call["world_size"] not in (None, -1) else None,
-        own_rank=call["rank"] if call["rank"] not in (None, -1) else None,
     )
     yield
     call.recorder.syncs += 1
@@ -71,10 +69,8 @@ def _collective(call: Call) -> Generator[None, Any, None]:
         op=op,
         ranks=dist.get_process_group_ranks(call["group"] or dist.group.WORLD),
         shape=list(tensor.shape) if tensor is not None else None,
-        dtype=str(tensor.dtype) if tensor is not None else None,
         grads=gradients.of if gradients is not None else None,
         copied=gradients is not None and gradients.copied,
-        waits=not call["async_op"],
     )
     yield
     call.recorder.syncs += call.error is None

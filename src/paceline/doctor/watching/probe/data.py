@@ -78,10 +78,8 @@ def _sampler_made(call: Call) -> Generator[None, Any, None]:
         seed=sampler.seed,
         shuffle=sampler.shuffle,
         replicas=sampler.num_replicas,
-        own_rank=sampler.rank,
         size=len(sampler.dataset),
         total=sampler.total_size,
-        drop_last=sampler.drop_last,
     )
 
 
@@ -118,13 +116,11 @@ def _pass_begun(call: Call) -> Generator[None, Any, None]:
     number = _passes[loader] = _passes.get(loader, -1) + 1
     this = _iterators[iterator] = _Pass(_loaders.of(loader), number)
     epoch = getattr(loader.dataset, "epoch", None)
-    sampler = getattr(loader, "sampler", None)
     call.recorder.tell(
         "pass",
         loader=this.loader,
         number=number,
         epoch=epoch if isinstance(epoch, int) else None,
-        sampled=getattr(sampler, "epoch", None) if _samplers.known(sampler) is not None else None,
         grad=torch.is_grad_enabled(),
     )
 

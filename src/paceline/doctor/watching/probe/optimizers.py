@@ -112,7 +112,7 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
     parameters = _parameters(optimizer)
     own = _number(optimizer)
     known = replicas.names()
-    names = tuple(known.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in enumerate(parameters))
+    names = tuple(known.get(id(p)) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(parameters))
     facts: dict[str, Any] = {}
     alike = replicas.alike() | _reduced
     equal = tuple(id(p) in alike for p in parameters[:_TOLD])
@@ -121,7 +121,6 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         facts["alike"] = equal
         facts["names"] = names[:_TOLD]
         facts["in_ddp"] = [id(p) in known for p in parameters[:_TOLD]]
-        facts["shapes"] = [tuple(p.shape) for p in parameters[:_TOLD]]
     plain = all(_is_whole(p) for p in parameters)
     gradients = [p.grad for p in parameters]
     held = {id(p) for p in parameters}
@@ -133,7 +132,6 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         grads=[digests.of(g)[:12] if _dense(g) else None for g in gradients[:_TOLD]] if plain else [],
         sample=[digests.sampled(p, _SAMPLED_VALUES) for p in parameters[:_SAMPLED_PARAMETERS]] if plain else [],
         grad_sample=[digests.sampled(g, _SAMPLED_VALUES) if _dense(g) else [] for g in gradients[:_SAMPLED_PARAMETERS]],
-        norm=_norm(gradients),
         changed=_changed(),
         unheld=[
             known[id(p)]
@@ -142,7 +140,6 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
             if p.grad is not None and id(p) not in held
         ][:_TOLD],
         buffers=buffers(),
-        threads=torch.get_num_threads(),
         touched=_touched(parameters),
         **facts,
     )
@@ -175,11 +172,6 @@ def _is_whole(parameter: Any) -> bool:
 
 def _dense(gradient: Any) -> bool:
     return gradient is not None and not gradient.is_sparse
-
-
-def _norm(gradients: list[Any]) -> float:
-    squares = [float(g.detach().double().square().sum()) for g in gradients[:_SAMPLED_PARAMETERS] if _dense(g)]
-    return float(sum(squares) ** 0.5)
 
 
 def _changed() -> list[str]:

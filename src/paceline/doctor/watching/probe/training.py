@@ -87,9 +87,7 @@ def _wrapped(call: Call) -> Generator[None, Any, None]:
         names=[name for name, _ in named][:_NAMES],
         shapes=[list(p.shape) for _, p in named][:_NAMES],
         buffers=len(list(module.buffers())),
-        own_buffers=[name for name, _ in _own_buffers(module)][:_NAMES],
         norms=len(norms) - len(synced),
-        synced_norms=len(synced),
         ranks=dist.get_world_size(call["process_group"]) if dist.is_initialized() else None,
         find_unused=bool(call["find_unused_parameters"]),
         forwards=_forwards(call.recorder, module),
@@ -343,7 +341,7 @@ def _divisor(node: Any, name: str) -> float | None:
 def _clipped(call: Call) -> Generator[None, Any, None]:
     result = yield
     norm = result.item() if isinstance(result, torch.Tensor) else None
-    call.recorder.tell("clip", norm=norm, how=call.function.__name__)
+    call.recorder.tell("clip", norm=norm)
 
 
 def _scaler_updated(call: Call) -> Generator[None, Any, None]:
