@@ -22,10 +22,10 @@ def rank_conditional_collective(trace: Trace) -> Iterator[Found]:
     alone, _ = _unmatched(_of_the_whole_group(trace))
     for event in alone:
         (rank,) = event.ranks
-        who = "only rank 0" if rank == 0 else "only the other ranks"
+        who = "only rank 0 comes" if rank == 0 else "only the other ranks come"
         yield Found(
             event,
-            f"{who} of the group comes to this {_short(event)}, and waits for the rest",
+            f"{who} to this {_short(event)}, which waits for all of the group",
             evidence=f"{event.source}, under {_why(event)}",
         )
 
@@ -109,6 +109,8 @@ def _unmatched(events: list[Event]) -> tuple[list[Event], tuple[Event, Event] | 
     for place in dict.fromkeys(_place(event, ranks) for event in events):
         here = [event for event in events if _place(event, ranks) == place and event.on_some_ranks]
         sides = [[event for event in here if rank in event.ranks] for rank in (0, 1)]
+        if None in place:
+            sides = [_once(side) for side in sides]
         names = [Counter(event.name for event in side) for side in sides]
         if names[0] == names[1]:
             for first, second in zip(*sides, strict=True):
@@ -138,6 +140,11 @@ def _place(event: Event, ranks: dict[int, set[int]]) -> tuple[int | None, ...]:
     """The loops around it. One that a single rank goes through counts as the same as that of another rank: rank 0 sends
     one by one what the others receive one by one."""
     return tuple(loop.number if len(ranks[loop.number]) > 1 else None for loop in event.loops)
+
+
+def _once(events: list[Event]) -> list[Event]:
+    """Each line once, however often the loop of the one rank goes round it."""
+    return list({(event.name, event.path, event.line): event for event in events}.values())
 
 
 def _otherwise(event: Event, other: Event) -> bool:

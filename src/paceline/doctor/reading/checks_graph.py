@@ -121,9 +121,11 @@ def _shows_its_reads(trace: Trace, module: Value) -> bool:
 
 def _uses(trace: Trace, wrap: Event) -> dict[int, _Use]:
     """By identity, the parts that forward calls, or else reads."""
-    calls: dict[int, list[tuple[Event, Event]]] = {}
+    trained = {outer.number for _, outer in _inside(trace, wrap) if outer.with_grad}
+    calls: dict[int, dict[int, list[tuple[Event, Event]]]] = {}  # by part and by forward of the whole
     for event, outer in _inside(trace, wrap):
-        calls.setdefault(id(event.subject), []).append((event, outer))
+        if outer.number in trained or not trained:
+            calls.setdefault(id(event.subject), {}).setdefault(outer.number, []).append((event, outer))
     uses: dict[int, _Use] = {}
     for module in modules_in(inner_module(wrap)):
         for name, always in trace.reads.get(id(module), {}).items():
@@ -131,7 +133,9 @@ def _uses(trace: Trace, wrap: Event) -> dict[int, _Use]:
                 use: _Use = "always" if always else "sometimes"
                 uses[id(part)] = _most((use, uses.get(id(part), "never")))
     for part_id, those in calls.items():  # ``self.parts[which](x)``: called always, but read only sometimes
-        uses[part_id] = _least((_use_by(those), uses.get(part_id, "always")))
+        each = [_use_by(calls_of_one) for calls_of_one in those.values()]
+        each += ["sometimes"] if len(those) < len(trained) else []
+        uses[part_id] = _least((*each, uses.get(part_id, "always")))
     _share(uses, list(modules_in(inner_module(wrap))))
     return uses
 

@@ -247,5 +247,7 @@ def _exchanges_weights(trace: Trace) -> bool:
         return True
     if any(sharder in name for name in trace.names for sharder in _SHARDERS):
         return True
+    if any(event.inside for event in trace.of("collective")):
+        return True  # what passes between layers: each rank holds a part of one model
     sent = [value for event in trace.of("collective") for value in event.arguments.values()]
     return any(is_weights(value) or "graph" in value.labels for value in sent)
