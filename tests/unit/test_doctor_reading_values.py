@@ -389,6 +389,34 @@ def test_cores_and_less(tmp_path: Path) -> None:
         assert "cores" not in value_of(tmp_path, limited).labels
 
 
+COUNTED = {
+    "range(9)": (0, 1),
+    "range(1, 9)": (1, 2),
+    "range(2, 9, 3)": (2, 5),
+    "enumerate(unknown)": (0, 1),
+    "enumerate(unknown, 1)": (1, 2),
+    "enumerate(unknown, start=5)": (5, 6),
+}
+
+
+@pytest.mark.parametrize("over", COUNTED)
+def test_where_a_counter_starts(over: str, tmp_path: Path) -> None:
+    target = "i, _" if over.startswith("enumerate") else "i"
+    known = value_of(tmp_path, "i", f"for {target} in {over}:\n    i").known
+    assert known is not None
+    assert (known.at(0, 0), known.at(1, 1)) == COUNTED[over]
+
+
+def test_pieces_of_what_a_rank_holds(tmp_path: Path) -> None:
+    """However they are gone through, how many there are depends on the rank's own samples."""
+    pieces = f"{CUT}class Pieces:\n    def __init__(self, rows):\n        self.rows = rows\n    def __iter__(self):\n        yield from self.rows.split(4)\n"
+    for over in ("order.split(4)", "Pieces(order)", "enumerate(Pieces(order))", "range(0, len(order), 4)"):
+        (event,) = walked(tmp_path, f"{pieces}for piece in {over}:\n    dist.barrier()\n").trace.of("collective")
+        assert any(
+            loop.count is not None and "own-size" in loop.count.labels and loop.count.varies for loop in event.loops
+        )
+
+
 # --- what is called where
 
 CALLED = {
@@ -396,6 +424,7 @@ CALLED = {
     "in an arm": "if rank == 0:\n    def log(x):\n        print(x)\nelse:\n    def log(x):\n        pass\nlog('x')",
     "decorated": "from pytorch_lightning.utilities import rank_zero_only\n@rank_zero_only\ndef log(x):\n    print(x)\nlog('x')",
     "a method": "from lib import rank_zero_only\nclass Logger:\n    @rank_zero_only\n    def log(self, x):\n        print(x)\nLogger().log('x')",
+    "wrapped": "import functools\ndef main_only(f):\n    @functools.wraps(f)\n    def inner(*a):\n        if rank == 0:\n            return f(*a)\n    return inner\n@main_only\ndef log(x):\n    print(x)\nlog('x')",
     "replaced": "import builtins\nif rank != 0:\n    builtins.print = lambda *a: None\nprint('x')",
 }
 

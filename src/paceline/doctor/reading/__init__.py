@@ -7,8 +7,8 @@ with the loops and conditions around it. The rules are small functions over that
 What becomes of what is known is said by pure functions: in `flows` for whatever is made of a value, in `meaning` for a
 calculation, whoever writes it. What torch's names mean stands in the tables of `knowledge`. The reader is one class in
 layers, each a file of its own that knows only those below it: `machine` (memory, conditions, trace), `arithmetic`,
-`expressions`, `objects`, `containers`, `builtin` (Python), `effects` (torch), `surroundings` (command line, environment,
-processes), `instances`, `calls`, `assignments`, `definitions`, `statements`.
+`expressions`, `objects`, `containers`, `builtin` (Python), `effects` (torch), `surroundings` (command line,
+environment, processes), `instances`, `calls`, `assignments`, `definitions`, `statements`.
 """
 
 from __future__ import annotations

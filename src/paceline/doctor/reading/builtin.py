@@ -128,8 +128,10 @@ class Builtins(Containers):
         length = None if changing else combined(lambda *parts: len(range(*parts)), *bounds)
         return Value("range", labels_of(arguments), items=arguments[:3], length=length)
 
-    def _builtin_enumerate(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
-        return Value("enumerate", labels_of(arguments[:1]), fields={"of": arguments[0]}, length=arguments[0].length)
+    def _builtin_enumerate(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+        over = arguments[0]
+        start = keywords.get("start") or (arguments[1] if len(arguments) > 1 else constant(0))
+        return Value("enumerate", labels_of((over,)), fields={"of": over}, items=[start], length=over.length)
 
     def _builtin_zip(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return Value("zip", labels_of(arguments), items=arguments, length=arguments[0].length)

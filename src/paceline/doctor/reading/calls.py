@@ -181,6 +181,8 @@ class Calls(Instances):
             return Value("super", fields=self.super_of(arguments))
         if name in KEPT and arguments:
             return arguments[0]
+        if name == "functools.wraps":  # what it is given lends its name only
+            return Value()
         if name == "functools.partial" and arguments:
             return Value("partial", labels_of(arguments), code=(arguments[0], arguments[1:], keywords))
         if name.startswith(("os.environ", "os.getenv", "os.putenv")):

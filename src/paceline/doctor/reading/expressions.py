@@ -15,7 +15,7 @@ from paceline.doctor.reading.machine import Function, Scope
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import MAX_ITEMS, NONE, UNKNOWN, VARYING, Known, Value, combined, constant
 
-__all__ = ["Expressions", "order_of"]
+__all__ = ["Expressions", "count_of", "order_of"]
 
 MAX_DEPTH: Final = 400
 
@@ -237,7 +237,7 @@ class Expressions(Arithmetic):
             self.event("iterate", first.iter, subject=loader)
         outer = self.frame.scope
         self.frame.scope = Scope({}, outer.module, outer)
-        loop = Loop(self.number(), first.iter.lineno, over, count=_count(over))
+        loop = Loop(self.number(), first.iter.lineno, over, count=count_of(over))
         try:
             with self.looping(loop):
                 for element in self.elements(over, loop, first.iter):
@@ -259,7 +259,7 @@ class Expressions(Arithmetic):
 
     def _yieldfrom(self, node: ast.YieldFrom) -> Value:
         over = self.evaluate(node.value)
-        loop = Loop(self.number(), node.lineno, over, count=_count(over))
+        loop = Loop(self.number(), node.lineno, over, count=count_of(over))
         for loader in self.loaders(over):
             self.event("iterate", node, subject=loader)
         with self.looping(loop):
@@ -270,8 +270,12 @@ class Expressions(Arithmetic):
         return Value()
 
 
-def _count(over: Value) -> Value | None:
-    return Value("scalar", over.labels, known=over.length) if over.length is not None else None
+def count_of(over: Value) -> Value | None:
+    """How often a loop goes round, as far as that is known, or what it depends on."""
+    if over.length is not None:
+        return Value("scalar", over.labels, known=over.length)
+    labels = labels_of((over,))
+    return Value("unknown", labels) if over.kind == "range" or "own-size" in labels else None
 
 
 @dataclass(slots=True)

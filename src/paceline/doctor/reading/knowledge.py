@@ -288,7 +288,7 @@ start start -
 """),
 }
 METHODS["ddp"] = METHODS["module"]
-METHODS["parameter"] = METHODS["tensor"]
+METHODS["parameter"] = METHODS["tensor"] | {"requires_grad_": METHODS["module"]["requires_grad_"]}
 
 
 def speaks_of_ranks(name: str) -> frozenset[str]:
@@ -311,7 +311,10 @@ LAUNCHED = words(
 )
 """Variables that a launcher sets."""
 
-KEPT = words("tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.std.tqdm rich.progress.track itertools.chain")
+KEPT = words(
+    "tqdm.tqdm tqdm.auto.tqdm tqdm.notebook.tqdm tqdm.std.tqdm rich.progress.track itertools.chain "
+    "functools.lru_cache functools.cache functools.update_wrapper"
+)
 """Calls that give what they are given, as far as this matters here."""
 
 LIBRARIES = words(

@@ -226,9 +226,10 @@ class Objects(Expressions):
             return [joined([element for option in value.each() for element in self.elements(option, loop, node)[:1]])]
         match value.kind:
             case "range":
-                return [self.counter(loop, value.items or [], value.labels)]
+                start, _, step = [*_bounds(value), constant(1)][:3]
+                return [self.counter(loop, [start, step], value.labels)]
             case "enumerate":
-                counter = self.counter(loop, [constant(0)], frozenset())
+                counter = self.counter(loop, value.items or [], frozenset())
                 inner = self.elements(value.fields["of"], loop, node)
                 return [Value("tuple", items=[counter, element]) for element in inner[:1]]
             case "zip":
@@ -242,10 +243,11 @@ class Objects(Expressions):
                 return list(value.items)
         return [self.element(value, node)]
 
-    def counter(self, loop: Loop, bounds: list[Value], labels: frozenset[str]) -> Value:
-        """A loop's index: counts from its start, over and over."""
-        known = [bound.known.only if bound.known is not None else UNKNOWN for bound in bounds]
-        start, step = known[0] if len(known) > 1 else 0, known[2] if len(known) > 2 else 1
+    def counter(self, loop: Loop, steps: list[Value], labels: frozenset[str]) -> Value:
+        """A loop's index: counts over and over, from a start (0) in steps (1)."""
+        known = [bound.known.only if bound.known is not None else UNKNOWN for bound in steps]
+        start = known[0] if known else 0
+        step = known[1] if len(known) > 1 else 1
         if not isinstance(start, int) or not isinstance(step, int):
             return Value("unknown", labels, "counter", line=loop.line)
         count = loop.count.known if loop.count is not None else None
@@ -301,6 +303,12 @@ class Objects(Expressions):
     @abstractmethod
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
         """What a generator gives."""
+
+
+def _bounds(over: Value) -> list[Value]:
+    """Start, end and step of a range, as far as it names them."""
+    bounds = over.items or []
+    return [constant(0), *bounds] if len(bounds) == 1 else bounds
 
 
 def bound(method: Value, owner: Value) -> Value:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from paceline.doctor.reading.definitions import Definitions
+from paceline.doctor.reading.expressions import count_of
 from paceline.doctor.reading.flows import tested
 from paceline.doctor.reading.machine import Class, Flow, Started
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
@@ -133,18 +135,15 @@ class Reader(Definitions):
     # --- loops
 
     def _do_for(self, node: ast.For | ast.AsyncFor) -> Flow:
-        over = self.evaluate(node.iter)
+        over = self._iterated(self.evaluate(node.iter), node)
         for loader in loaders_in(over):
             self.event("iterate", node, subject=loader)
-        count = Value("scalar", over.labels, known=over.length) if over.length is not None else None
-        if count is None and over.kind == "range":
-            count = Value("unknown", over.labels)
-        loop = Loop(self.number(), node.lineno, over, count=count)
+        loop = Loop(self.number(), node.lineno, over, count=count_of(over))
 
         def once() -> Flow:
             flow: Flow = None
             if (lazy := _lazy(over)) is not None:
-                return self._driven(lazy, over.kind == "enumerate", node)
+                return self._driven(lazy, over, node)
             for element in self.elements(over, loop, node):
                 self.assign(node.target, element)
                 flow = self.execute(node.body)
@@ -158,15 +157,25 @@ class Reader(Definitions):
 
     _do_asyncfor = _do_for
 
-    def _driven(self, lazy: Value, counted: bool, node: ast.For | ast.AsyncFor) -> Flow:
+    def _iterated(self, over: Value, node: ast.AST) -> Value:
+        """Of an object of the script's whose `__iter__` yields: that generator."""
+        if over.kind == "enumerate":
+            inner = self._iterated(over.fields["of"], node)
+            return over if inner is over.fields["of"] else replace(over, fields={**over.fields, "of": inner})
+        method = method_of(over, "__iter__") if over.kind == "instance" else None
+        made = self.call(bound(method, over), [], {}, node) if method is not None and method.code.yields else over
+        return made if made.kind == "lazy" else over
+
+    def _driven(self, lazy: Value, over: Value, node: ast.For | ast.AsyncFor) -> Flow:
         """Goes through a generator of the script: the loop's body runs where that yields."""
         outer = self.frame
 
         def body(given: Value) -> None:
             self.frames.append(outer)
             try:
-                counter = self.counter(self.loops[-1], [constant(0)], frozenset())
-                self.assign(node.target, Value("tuple", items=[counter, given]) if counted else given)
+                if over.kind == "enumerate":
+                    given = Value("tuple", items=[self.counter(self.loops[-1], over.items or [], frozenset()), given])
+                self.assign(node.target, given)
                 self.execute(node.body)
             finally:
                 self.frames.pop()
