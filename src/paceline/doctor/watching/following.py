@@ -22,7 +22,7 @@ _STILL_S = 20.0
 """The same of ranks of which it is not known what they wait for: a disk, a download, a lock."""
 _GRACE_S = 4.0
 """When one rank has failed, the others have so long to fail too, so that each tells its own reason."""
-_FINISH_S = 3.0
+_FINISH_S = 5.0
 """When all have taken their steps, they have so long to come to their end, where more is to be seen: what is saved, who
 has a batch more than the others, what is left undone."""
 _BUSY = 0.06
