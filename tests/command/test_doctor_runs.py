@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -262,22 +264,26 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL]
 )
-def test_nobody_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+def test_nothing_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    """Not those either whom a rank puts into a session of their own."""
     write("import os, sys, time\nopen(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n", "child.py")
     write(
         "import os, subprocess, sys, time\nopen(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
-        "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])\ntime.sleep(600)\n"
+        "alone = os.environ['RANK'] == '0'\n"
+        "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]], start_new_session=alone)\ntime.sleep(600)\n"
     )
-    pids = tmp_path / "pids"
-    pids.mkdir()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    pids = Path(tempfile.mkdtemp(dir="/dev/shm"))  # to which ranks may write
     family: list[psutil.Process] = []
     doctor = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "from pathlib import Path; from paceline.doctor.watching import Limits, watch;"
-            f"watch(Path('train.py'), [{str(pids)!r}], Limits(steps=1, timeout_s=300, in_place=True))",
+            f"watch(Path('train.py'), [{str(pids)!r}], Limits(steps=1, timeout_s=300))",
         ],
+        env={**os.environ, "TMPDIR": str(temporary)},
         stderr=subprocess.DEVNULL,
     )
     try:
@@ -291,9 +297,11 @@ def test_nobody_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, 
         doctor.wait(30)
         _, alive = psutil.wait_procs(set(family), timeout=20)
         assert not alive
+        assert not list(temporary.iterdir())
     finally:
         doctor.kill()
         doctor.wait()
+        shutil.rmtree(pids)
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

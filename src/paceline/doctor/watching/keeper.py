@@ -1,12 +1,13 @@
 """A process beside the ranks that ends them, and all that they have started, if the doctor itself is killed.
 
-python keeper.py LINK RUN_ID      started by `watching.ranks` alone, as a file: it imports nothing of Paceline
+python keeper.py LINK RUN_ID HOME      started by `watching.ranks` alone, as a file: it imports nothing of Paceline
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -21,11 +22,12 @@ _PATIENCE_S = 5.0
 """A killed process has ended by then, unless it waits for a disk."""
 
 
-def main(link: socket.socket, run_id: str) -> int:
+def main(link: socket.socket, run_id: str, home: Path) -> int:
     """Waits until the other end of ``link`` is closed.
 
     Each message on the link is a process group; ``done`` means that all have been ended already. Else they are killed:
-    a rank dies with the doctor, but what it has started itself does not.
+    a rank dies with the doctor, but what it has started itself does not; and ``home``, the folder of the run, is
+    removed.
     """
     groups: list[int] = []
     while message := link.recv(64):
@@ -36,6 +38,7 @@ def main(link: socket.socket, run_id: str) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
     end_all_of(run_id)
+    shutil.rmtree(home, ignore_errors=True)
     return 0
 
 
@@ -76,4 +79,4 @@ def _processes() -> Iterator[tuple[int, int]]:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]))
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], Path(sys.argv[3])))

@@ -94,18 +94,21 @@ class Rank:
 
 
 @contextlib.contextmanager
-def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scratch, gpus: Gpus) -> Iterator[list[Rank]]:
+def started(
+    script: Path, arguments: Sequence[str], workers: int, scratch: Scratch, gpus: Gpus, comparing: Path | None = None
+) -> Iterator[list[Rank]]:
     """The ranks, as processes that run; all are ended with the context.
 
     Args:
         gpus: what is done about GPUs that the script names. The ranks see none.
+        comparing: what `probe.comparing` is to do, as JSON; ``None``: nothing.
 
     Raises:
         UsageError: the machine does not let them run.
     """
     with contextlib.ExitStack() as stack:
         run_id = uuid.uuid4().hex
-        keeping = stack.enter_context(_keeper(run_id))
+        keeping = stack.enter_context(_keeper(run_id, scratch.home))
         stack.callback(keeper.end_all_of, run_id)
         ranks: list[Rank] = []
         words = [str(scratch.within(script)), *map(scratch.translated, arguments)]
@@ -116,6 +119,7 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
                 "home": str(scratch.home),
                 "moved": scratch.moved,
                 "guarded": not scratch.in_place,
+                "comparing": str(comparing) if comparing is not None else None,
             }
             for number in range(workers):
                 environ = _environment(number, workers, listener.getsockname()[1], run_id, scratch)
@@ -133,13 +137,13 @@ def started(script: Path, arguments: Sequence[str], workers: int, scratch: Scrat
 
 
 @contextlib.contextmanager
-def _keeper(run_id: str) -> Iterator[socket.socket]:
+def _keeper(run_id: str, home: Path) -> Iterator[socket.socket]:
     """The link to a new `keeper`, which needs nothing of the package."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()), run_id],
+                [sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()), run_id, str(home)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

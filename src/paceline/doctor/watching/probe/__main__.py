@@ -37,7 +37,8 @@ def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
     Args:
         settings: ``parent`` (process id), ``link`` (descriptor), ``listener`` (that of the store's socket), ``home``
             (folder of the run), ``moved`` (folders in it, and what they stand for), ``guarded`` (whether the script may
-            write there only), ``stacks`` (file) and ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named).
+            write there only), ``stacks`` (file), ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named) and
+            ``comparing`` (file for `comparing.compare_steps`; ``None``: nothing is compared).
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != settings["parent"]:
@@ -74,6 +75,10 @@ def _watch(recorder: Recorder, guard: Guard | None, settings: dict[str, Any]) ->
             for name in ("torch", "torch.jit"):
                 install(recorder, saving.pop(name))
             optimizers.watch_steps(recorder)
+            if settings["comparing"] is not None:
+                from paceline.doctor.watching.probe import comparing
+
+                comparing.compare_steps(recorder, json.loads(Path(settings["comparing"]).read_text()))
             serving.serve_once(settings["listener"], Path(settings["home"]))
 
     others = {**files.TRACKERS, **{name: table for name, table in saving.items() if not name.startswith("torch")}}
