@@ -96,9 +96,11 @@ class _Following:
         if now_s > self._looked_s + _TICK_S:
             self._look(living, now_s)
         still_s = now_s - self._moved_s
-        stuck = still_s > 2 * _TICK_S and self._all_meet(living)  # at the end, or for the moment
-        if self._enough_s is not None and now_s > self._enough_s + _FINISH_S and not stuck:
-            return "steps"
+        if self._enough_s is not None and now_s > self._enough_s + _FINISH_S:
+            ends = any(rank.account.told["end"] for rank in living)
+            stuck = still_s > 2 * _TICK_S and self._all_meet(living)
+            if not ends and not stuck:
+                return "steps"
         if now_s > self._deadline_s:  # whoever waits for the others then has waited for nothing
             return "hang" if still_s > _STUCK_S / 2 and self._all_meet(living) else "time"
         return "hang" if still_s > self._patience_s(living) else None
