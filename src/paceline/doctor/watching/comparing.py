@@ -1,0 +1,147 @@
+"""N ranks against one: a script is run twice more for a few steps, the second time with one worker that is given, batch
+for batch, the samples that the ranks have drawn. What both come to is judged in `comparison`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.doctor.watching.comparison import Comparison, Shown, compared
+from paceline.doctor.watching.evidence import count
+from paceline.doctor.watching.following import follow
+from paceline.doctor.watching.judging import judge, wants_gpus
+from paceline.doctor.watching.ranks import Gpus, started
+from paceline.doctor.watching.records import Account, Run
+from paceline.doctor.watching.scratch import scratched
+from paceline.doctor.watching.sources import names_gpus
+
+if TYPE_CHECKING:
+    from paceline.doctor.watching import Limits
+
+__all__ = ["compare"]
+
+_STEPS: Final = 3
+"""All that goes wrong in a step shows in the first one, but for what takes a turn of its own now and then."""
+
+
+def compare(
+    script: Path, arguments: Sequence[str], limits: Limits, *, tell: Callable[[str], None] | None = None
+) -> Comparison:
+    """Runs ``script`` with some ranks and with one worker, at the same global batch, and compares what they compute.
+
+    Where they differ and a batch norm is in it, both are run again with the norms' running statistics: if they are the
+    same then, the norms are all that differs. No process is left behind.
+
+    Args:
+        arguments: of the script.
+        limits: ``steps`` is not asked: few are enough. ``timeout_s`` is for all of these runs together.
+        tell: is told how far they are, whenever that changes.
+    """
+    runs = _Runs(script, arguments, limits, tell)
+    with_ranks, alone = runs.both(still=False)
+    seen = _concluded(with_ranks, alone)
+    norms = any(record["normed"] for record in with_ranks.all("measured"))
+    if seen.equal is not False or not norms:
+        return seen
+    synced = any(record["synced_norms"] for record in with_ranks.all("wrap"))
+    return _without_norms(seen, _concluded(*runs.both(still=True)), with_ranks, synced=synced)
+
+
+def _without_norms(seen: Comparison, still: Comparison, with_ranks: Run, *, synced: bool) -> Comparison:
+    """What is left of a difference when no batch norm depends on who has which samples."""
+    if still.equal is None:
+        return replace(seen, why=f"{seen.why}; without the batch norms' part in it: {still.why}")
+    if synced:  # which it is on GPUs, and is not here
+        return replace(still, why=f"with the running statistics of SyncBatchNorm, which needs GPUs: {still.why}")
+    if not still.equal:
+        return replace(still, why=f"even with the batch norms' running statistics {still.why}")
+    told = f"{seen.why}; with the batch norms' running statistics {still.why}"
+    place = next((record.place for record in with_ranks.accounts[0].of("wrap", "measured")), None)
+    message = "batch norm's statistics come from one rank's samples"
+    return replace(
+        seen, why=told, shown=(Shown(ids=("batchnorm-unsynced",), evidence=told, place=place, message=message),)
+    )
+
+
+class _Runs:
+    """The runs that are compared, which share their time."""
+
+    def __init__(
+        self, script: Path, arguments: Sequence[str], limits: Limits, tell: Callable[[str], None] | None
+    ) -> None:
+        self._script, self._arguments, self._limits, self._tell = script, arguments, limits, tell
+        self._deadline_s = time.monotonic() + limits.timeout_s
+        self._gpus: Gpus = "mapped" if names_gpus(script) else "none"
+
+    def both(self, *, still: bool) -> tuple[Run, Run]:
+        """With the ranks, and with one worker that is given their samples."""
+        several = self._run(self._limits.workers, {"still": still})
+        if self._gpus == "mapped" and wants_gpus(several):
+            self._gpus = "pretended"
+            several = self._run(self._limits.workers, {"still": still})
+        if not any(several.all("measured")):
+            return several, Run(accounts=[])
+        return several, self._run(1, {"still": still, **_given(several)})
+
+    def _run(self, workers: int, settings: dict[str, Any]) -> Run:
+        limits = self._limits
+        with scratched(self._script, in_place=limits.in_place) as scratch:
+            told = scratch.home / "comparing.json"
+            told.write_text(json.dumps({"steps": _STEPS, **settings}))
+            with started(self._script, self._arguments, workers, scratch, self._gpus, comparing=told) as ranks:
+                return follow(ranks, steps=_STEPS, deadline_s=self._deadline_s, tell=self._said(workers))
+
+    def _said(self, workers: int) -> Callable[[str], None] | None:
+        tell = self._tell
+        return None if tell is None else lambda told: tell(f"comparing {count(workers, 'worker')}: {told}")
+
+
+def _given(several: Run) -> dict[str, Any]:
+    """What the one worker's loaders are to give: as many samples at a time as all ranks together, and these."""
+    loaders = [record["batch"] for record in several.accounts[0].of("loader")]
+    world = several.world
+    return {
+        "batches": [size * world if size is not None else None for size in loaders],
+        "passes": [_passes(several, number) for number in range(len(loaders))],
+    }
+
+
+def _passes(several: Run, loader: int) -> list[list[list[int]]]:
+    """By pass over a loader the batches of all ranks, put together; as far as all have told of all."""
+    each = [_batches(account, loader) for account in several.accounts]
+    passes: list[list[list[int]]] = []
+    for number in range(min(len(own) for own in each)):
+        batches = list(zip(*(own[number] for own in each), strict=False))
+        if not batches or any(indices is None for batch in batches for indices in batch):
+            break
+        passes.append([[index for indices in batch for index in indices or ()] for batch in batches])
+    return passes
+
+
+def _batches(account: Account, loader: int) -> list[list[list[int] | None]]:
+    """By pass over a loader the indices of each batch."""
+    found: list[list[list[int] | None]] = []
+    for record in account.of("pass", "batch"):
+        if record["loader"] == loader:
+            if record.kind == "pass":
+                found.append([])
+            elif found:
+                found[-1].append(record["indices"])
+    return found
+
+
+def _concluded(several: Run, alone: Run) -> Comparison:
+    """What both come to, or why one of them came to nothing."""
+    for run, who in ((several, f"with {several.world} ranks"), (alone, "with one worker")):
+        if not any(run.all("measured")):
+            return Comparison(equal=None, why=f"{who} no step was taken{_failed(run)}")
+    return compared(several, alone)
+
+
+def _failed(run: Run) -> str:
+    cannot = judge(run).cannot
+    return f": {cannot}" if cannot is not None else ""
