@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.reading.evidence import (
     Found,
+    differs,
     is_distributed_sampler,
     modules_in,
     rule_check,
@@ -111,7 +112,7 @@ def _shards_itself(trace: Trace, loader: Value) -> bool:
 def sampler_seed_differs(trace: Trace) -> Iterator[Found]:
     for event in trace.of("sampler"):
         seed = event.argument("seed")
-        if seed is not None and seed.varies and event.arguments.get("shuffle", Value()).default is not False:
+        if seed is not None and differs(seed) and event.arguments.get("shuffle", Value()).default is not False:
             yield Found(event, "this DistributedSampler's seed is not the same on all ranks")
 
 

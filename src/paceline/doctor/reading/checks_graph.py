@@ -9,6 +9,7 @@ from typing import Final, Literal
 from paceline.doctor.reading.evidence import (
     Found,
     backwards_through,
+    differs,
     inner_module,
     local,
     modules_in,
@@ -281,7 +282,7 @@ def rank_dependent_graph(trace: Trace) -> Iterator[Found]:
             continue
         for event, _ in _inside(trace, wrap, "choose"):
             key = event.argument("key")
-            if key is not None and key.varies and _has_parameters(event.subject):
+            if key is not None and differs(key) and _has_parameters(event.subject):
                 yield Found(event, "which part of the model runs is not the same on all ranks")
         done: set[int] = set()
         for event, outer in _inside(trace, wrap):
@@ -296,7 +297,7 @@ def rank_dependent_graph(trace: Trace) -> Iterator[Found]:
 
 
 def _differs(condition: Condition) -> bool:
-    return "rank" in condition.value.labels or local(condition)
+    return differs(condition.value) and ("rank" in condition.value.labels or local(condition))
 
 
 @rule_check("model-differs-across-ranks")
@@ -306,7 +307,7 @@ def model_differs_across_ranks(trace: Trace) -> Iterator[Found]:
         if id(event.result) not in wrapped_parts:
             continue
         if event.on_some_ranks or any(
-            _is_size(name, value) and value.varies for name, value in event.arguments.items()
+            _is_size(name, value) and differs(value) for name, value in event.arguments.items()
         ):
             yield Found(event, "this layer's size or kind is not the same on all ranks")
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.doctor.reading.evidence import (
     Found,
     Step,
+    differs,
     forwards,
     instead,
     local,
@@ -71,7 +72,7 @@ def gradscaler_diverges(trace: Trace) -> Iterator[Found]:
             yield Found(event, "not every rank comes to this call, so loss scales drift apart")
     for event in trace.of("scaler"):
         scale = event.argument("init_scale")
-        if scale is not None and scale.varies:
+        if scale is not None and differs(scale):
             yield Found(event, "ranks start with different loss scales")
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Found",
     "Step",
     "backwards_through",
+    "differs",
     "forwards",
     "inner_module",
     "instead",
@@ -96,13 +97,18 @@ def on_all_ranks(event: Event) -> bool:
     return event.everywhere and len(event.ranks) == RANKS
 
 
+def differs(value: Value) -> bool:
+    """Whether it is not the same on all ranks, beyond doubt."""
+    return value.varies and not value.labels & {"partly", "escaped"}
+
+
 def local(condition: Condition) -> bool:
     """Whether it depends on what one rank sees, other than its number."""
     value = condition.value
     by_number = value.known is not None and value.known.loop is None
-    if by_number or value.labels & {"partly", "escaped"}:
+    if by_number or not differs(value):
         return False
-    return bool(value.labels & {"data", "rng", "clock"} or (value.varies and "eval" in value.labels))
+    return bool(value.labels & {"data", "rng", "clock", "eval"})
 
 
 def opposite(event: Event, other: Event) -> bool:
