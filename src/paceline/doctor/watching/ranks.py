@@ -125,6 +125,7 @@ def started(
                 environ = _environment(number, workers, listener.getsockname()[1], run_id, scratch)
                 settings = {
                     **shared,
+                    "rank": number,
                     "stacks": str(scratch.home / f"stacks-{number}"),
                     "gpus": _standing_in(gpus, number, workers),
                 }

@@ -35,10 +35,10 @@ def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
     """The life of a rank. Returns its exit code.
 
     Args:
-        settings: ``parent`` (process id), ``link`` (descriptor), ``listener`` (that of the store's socket), ``home``
-            (folder of the run), ``moved`` (folders in it, and what they stand for), ``guarded`` (whether the script may
-            write there only), ``stacks`` (file), ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named) and
-            ``comparing`` (file for `comparing.compare_steps`; ``None``: nothing is compared).
+        settings: ``rank``, ``parent`` (process id), ``link`` (descriptor), ``listener`` (that of the store's socket),
+            ``home`` (folder of the run), ``moved`` (folders in it, and what they stand for), ``guarded`` (whether the
+            script may write there only), ``stacks`` (file), ``gpus`` (of `gpus.put_on_cpu`; ``None``: none are named)
+            and ``comparing`` (file for `comparing.compare_steps`; ``None``: nothing is compared).
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != settings["parent"]:
@@ -78,7 +78,8 @@ def _watch(recorder: Recorder, guard: Guard | None, settings: dict[str, Any]) ->
             if settings["comparing"] is not None:
                 from paceline.doctor.watching.probe import comparing
 
-                comparing.compare_steps(recorder, json.loads(Path(settings["comparing"]).read_text()))
+                told = json.loads(Path(settings["comparing"]).read_text())
+                comparing.compare_steps(recorder, settings["rank"], told)
             serving.serve_once(settings["listener"], Path(settings["home"]))
 
     others = {**files.TRACKERS, **{name: table for name, table in saving.items() if not name.startswith("torch")}}

@@ -89,10 +89,10 @@ class Guard:
         original = _real(path)
         if self._inside(original) or any(original.is_relative_to(folder) for folder in _MACHINE):
             return
-        if not path.is_symlink() or not self._inside(_place(path)):
+        if not self._inside(_place(path)):
             self._refuse(path)
         with self._one_at_a_time():
-            if path.is_symlink():  # no other rank has replaced it meanwhile
+            if path.is_symlink():  # else another rank has made it a file meanwhile
                 copy = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
                 try:
                     _copy(original, copy, keep=keep)
