@@ -232,7 +232,8 @@ BEFORE: dict[str, tuple[Callable[[Told], object], Stopped, str | None]] = {
     "time": (lambda told: told.tell("loader", loader=0), "time", "time was up before the first optimizer step"),
     "ranks of its own": (lambda told: told.tell("spawn", count=1), "spawned", "starts processes of its own"),
     "a hang": (lambda told: told.meets("barrier", 3, over=False), "hang", "no rank got on any more: rank 0 stands at"),
-    "nothing to step": (lambda told: setattr(told.account, "code", 0), "ended", None),
+    "gone": (lambda told: setattr(told.account, "code", 0), "ended", "the ranks left by os._exit or the like"),
+    "nothing to step": (lambda told: told.tell("end", code=0), "ended", None),
 }
 
 
@@ -320,7 +321,7 @@ def test_a_check_that_raises_is_a_note_with_its_rule(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(checks_gradients, "CHECKS", (gradscaler_diverges, *checks_gradients.CHECKS))
     ranks = two(tmp_path / "train.py")
-    verdict = judge(run_of(*(one.tell("replicated", 3) for one in ranks), stopped="ended"))
+    verdict = judge(run_of(*(one.tell("replicated", 3).tell("end", code=0) for one in ranks), stopped="ended"))
     assert [finding.id for finding in verdict.findings] == ["legacy-data-parallel", "gradscaler-diverges"]
     assert verdict.notes == ("rule gradscaler-diverges could not be judged: ZeroDivisionError: by nothing",)
 

@@ -121,7 +121,9 @@ def _answer(script: Path, seen: Examination, options: argparse.Namespace) -> int
         raise ConfigError(
             f"cannot look at {script}",
             found=seen.cannot,
-            fix=f"Mend that first{'' if options.static else '. What the script itself needs goes behind `--`'}",
+            fix="Mend that, give what the script itself needs behind `--`, or only read it with --static"
+            if seen.printed
+            else "Mend that first",
         )
     return EXIT_BAD_USAGE
 

@@ -125,9 +125,11 @@ def _cannot(run: Run) -> Iterator[str]:
     if run.stopped == "spawned":
         yield "the script starts processes of its own, into which the run pass does not look"
     elif run.stopped == "time":
-        yield "time was up before the first optimizer step (--timeout)"
+        yield "time was up before the first optimizer step; --timeout gives more"
     elif (failure := _failure(run)) is not None:
         yield failure
+    elif not any(True for _ in run.all("end")):
+        yield "the ranks left by os._exit or the like, before their first optimizer step"
 
 
 def _limits(run: Run) -> Iterator[str]:
