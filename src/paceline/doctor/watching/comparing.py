@@ -1,5 +1,5 @@
 """N ranks against one: a script is run twice more for a few steps, the second time with one worker that is given, batch
-for batch, the samples that the ranks have drawn. What both come to is judged in `comparison`."""
+for batch, the samples that the ranks have drawn. What both come to is judged in `compared`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.doctor.watching.comparison import Comparison, Shown, compared
+from paceline.doctor.watching.compared import compared
+from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, wants_gpus

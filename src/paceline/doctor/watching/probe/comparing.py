@@ -32,6 +32,7 @@ __all__ = ["compare_steps"]
 _VALUES = 1500
 """So many values of all gradients together are told: with those of the weights, and norms, half a message."""
 _PARAMETERS = 400
+_PRIME = 2_654_435_761
 _DIGITS = 9
 """As many as tell two float32 values apart."""
 _CONTENTS = 1 << 64
@@ -293,8 +294,8 @@ class _Steps:
             plain=plain,
             sizes=[p.numel() for p in kept],
             norms=[_norm(p.grad) for p in kept] if plain else [],
-            gradients=[_sampled(p.grad, each) for p in kept] if plain else [],
-            weights=[_sampled(p, each) for p in kept] if plain else [],
+            gradients=[_sampled(p.grad, each, p) for p in kept] if plain else [],
+            weights=[_sampled(p, each, p) for p in kept] if plain else [],
             losses=[_rounded(loss) for loss in self._losses],
             samples=len(self._rows),
             content=sum(self._rows) % _CONTENTS,
@@ -324,10 +325,15 @@ def _norm(gradient: Any) -> float | None:
     return _rounded(float(values.detach().double().norm()))
 
 
-def _sampled(tensor: Any, count: int) -> list[float]:
+def _sampled(tensor: Any, most: int, like: Any) -> list[float]:
+    """A few of its values, all over it; of a gradient that is not there those of zeros, which come to the same."""
+    size = like.numel()
     if tensor is None or tensor.is_sparse:
-        return []
-    return [_rounded(value) for value in digests.sampled(tensor, count)]
+        return [0.0] * min(most, size) if tensor is None else []
+    flat = tensor.detach().reshape(-1)
+    if size > most:  # in even steps they might all be of one column, which is zero for a pixel that always is
+        flat = flat[torch.arange(most) * _PRIME % size]
+    return [_rounded(value) for value in flat.double().tolist()]
 
 
 def _rounded(value: float) -> float:
