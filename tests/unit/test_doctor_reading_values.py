@@ -562,6 +562,30 @@ GROWS = {
 }
 
 
+CALLED_WRONGLY = [
+    "range()",
+    "range(*[])",
+    "range(*unknown)",
+    "enumerate()",
+    "zip()",
+    "min()",
+    "min([])",
+    "len()",
+    "torch.div(1)",
+    "loss.div()",
+    "next()",
+    "sorted()",
+    "str()",
+    "print()",
+    "getattr(1)",
+]
+
+
+@pytest.mark.parametrize("call", CALLED_WRONGLY)
+def test_what_is_called_wrongly_is_borne(call: str, tmp_path: Path) -> None:
+    found_in(tmp_path, f"{START}{LOSS}for i in {call}:\n    dist.barrier()\nx = [i for i in {call}]\n")
+
+
 @pytest.mark.parametrize("how", GROWS)
 def test_what_grows_is_bounded(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -153,6 +153,7 @@ lightning.fabric.utilities.seed.seed_everything seed - seed
 pytorch_lightning.seed_everything seed - seed
 sklearn.model_selection.train_test_split split -
 safetensors.torch.save_file save - tensors filename
+pickle.dump save - obj file protocol
 wandb.init tracker - project entity config
 mlflow.start_run tracker - run_id
 neptune.init_run tracker -

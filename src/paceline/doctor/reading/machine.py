@@ -175,9 +175,14 @@ class Machine(ABC):
     def spend(self) -> bool:
         """Takes one step of those that are left; ``False``: none is, or the time is over."""
         self.steps_left -= 1
-        if self.steps_left % 64 == 0 and time.monotonic() > self.until_s:
-            self.steps_left = 0
+        if self.steps_left % 64 == 0:
+            self.look_at_the_clock()
         return self.steps_left > 0
+
+    def look_at_the_clock(self) -> None:
+        """No step is left once the time is over."""
+        if time.monotonic() > self.until_s:
+            self.steps_left = 0
 
     def conditions(self) -> tuple[Condition, ...]:
         return tuple(condition for level in self.levels for condition in level)

@@ -226,8 +226,9 @@ class Objects(Expressions):
             return [joined([element for option in value.each() for element in self.elements(option, loop, node)[:1]])]
         match value.kind:
             case "range":
-                start, _, step = [*_bounds(value), constant(1)][:3]
-                return [self.counter(loop, [start, step], value.labels)]
+                bounds = value.items or []
+                steps = [bounds[0] if len(bounds) > 1 else constant(0), *bounds[2:3]]
+                return [self.counter(loop, steps, value.labels)]
             case "enumerate":
                 counter = self.counter(loop, value.items or [], frozenset())
                 inner = self.elements(value.fields["of"], loop, node)
@@ -303,12 +304,6 @@ class Objects(Expressions):
     @abstractmethod
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
         """What a generator gives."""
-
-
-def _bounds(over: Value) -> list[Value]:
-    """Start, end and step of a range, as far as it names them."""
-    bounds = over.items or []
-    return [constant(0), *bounds] if len(bounds) == 1 else bounds
 
 
 def bound(method: Value, owner: Value) -> Value:

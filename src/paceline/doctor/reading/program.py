@@ -82,6 +82,8 @@ class Program:
         """Looks for modules there, too."""
         if not self.main.path.is_absolute() and folder.is_relative_to(self.last):
             folder = folder.relative_to(self.last)  # findings name files as the user names the script
+        if folder.name in ("site-packages", "dist-packages"):
+            return  # those are libraries: known by name
         if folder not in self.roots and len(self.roots) < MAX_ROOTS:
             self.roots.insert(0 if first else len(self.roots), folder)
 
