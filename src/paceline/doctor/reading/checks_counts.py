@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterator
 
@@ -126,9 +127,11 @@ def global_batch_grows(trace: Trace) -> Iterator[Found]:
         return
     for loader, event in trained_loaders(trace):
         size = loader.fields.get("batch_size")
+        made = next((made for made in trace.of("loader") if made.result is loader), None)
         if size is None or not isinstance(size.only, int) or size.only == 1 or "world" in size.labels:
             continue
-        if any(map(is_distributed_sampler, samplers_of(loader))):
+        meant = made is not None and _is_meant_for_all(made, size.only)
+        if meant and any(map(is_distributed_sampler, samplers_of(loader))):
             yield Found(
                 event,
                 f"each rank takes batches of {size.only}, so 2 ranks take {2 * size.only} for each step, "
@@ -138,6 +141,23 @@ def global_batch_grows(trace: Trace) -> Iterator[Found]:
                 confidence="possible",
                 line=loader.line or event.line,
             )
+
+
+_LARGE = 32
+"""A number that is written down for one rank's batch is smaller as a rule: this is advice, and must be rare."""
+
+
+def _is_meant_for_all(loader: Event, size: int) -> bool:
+    """Whether the batch size may be that of one process: a setting by a name that does not say otherwise, or large."""
+    call = loader.node
+    if not isinstance(call, ast.Call):
+        return size >= _LARGE
+    given = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "batch_size")]
+    names = [part for node in given for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
+    texts = [(part.id if isinstance(part, ast.Name) else part.attr).lower() for part in names]
+    if any(hint in text for text in texts for hint in ("per", "micro", "local", "mini", "device", "rank", "gpu")):
+        return False
+    return bool(texts) or size >= _LARGE
 
 
 @rule_check("schedule-length-mismatch")
