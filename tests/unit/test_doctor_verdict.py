@@ -354,6 +354,11 @@ def steps(told: Told, times: int = 4, **facts: Any) -> Told:
     return told
 
 
+def ends(told: Told) -> Told:
+    told.account.code, told.account.ended_s = 0, 9.0
+    return told.tell("end", code=0)
+
+
 def graphs(told: Told, *unused: list[str]) -> None:
     for names in unused:
         told.tell("graph", 5, ddp=0, unused=names)
@@ -427,6 +432,14 @@ SHOWN: dict[str, tuple[Does, list[Does]]] = {
             lambda t, r: steps(wraps(t), 1),
             lambda t, r: steps(wraps(t, find_unused=True)),
             lambda t, r: wraps(t, cut=True),
+        ],
+    ),
+    "rank-conditional-collective": (
+        lambda t, r: ends(t.meets("broadcast", 6 if r else 7)),
+        [
+            lambda t, r: ends(t if r else t.meets("broadcast", 7)),
+            lambda t, r: ends(t.meets("broadcast", 6) if r else t.meets("all_reduce", 7)),
+            lambda t, r: t.meets("broadcast", 6 if r else 7),  # and was ended then
         ],
     ),
     "rank-conditional-ddp-forward": (

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["comments", "parsed", "shown", "statement_at", "text_at", "text_of"]
+__all__ = ["comments", "named", "parsed", "shown", "statement_at", "text_at", "text_of"]
 
 _IGNORE = re.compile(r"#\s*paceline:\s*ignore\b(?:\[([^\]]*)\])?")
 
@@ -26,6 +26,11 @@ def shown(path: str, script: Path) -> str:
     if not script.is_absolute() and file.is_relative_to(Path.cwd()):
         return str(file.relative_to(Path.cwd()))
     return path
+
+
+def named(note: str, script: Path) -> str:
+    """A sentence in which files with a line, ``/home/me/train.py:3``, are named as the user would write them."""
+    return re.sub(r"/\S+?(?=:\d)", lambda path: shown(path[0], script), note)
 
 
 def text_of(path: str) -> str:

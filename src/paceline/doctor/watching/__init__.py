@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.doctor.findings import Finding, Obeyed
-from paceline.doctor.lines import shown
+from paceline.doctor.lines import named, shown
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, wants_gpus
+from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Run
 from paceline.doctor.watching.scratch import scratched
 from paceline.doctor.watching.sources import names_gpus
 
 __all__ = ["Limits", "Watched", "watch"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much of a script is run.
-
-    Args:
-        workers: ranks to start.
-        steps: of the optimizer, on each rank; then the run is ended.
-        timeout_s: seconds for all of it, though it be started twice.
-        in_place: the script runs in the working directory as it is, not in a scratch copy of what it writes.
-    """
-
-    workers: int = 2
-    steps: int = 20
-    timeout_s: float = 120.0
-    in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +60,8 @@ def watch(
         obeyed=tuple(
             replace(obeyed, path=shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
         ),
-        notes=(*(mapped if any(run.all("device")) else ()), *(_told(note, script) for note in verdict.notes)),
-        cannot=_told(verdict.cannot, script) if verdict.cannot is not None else None,
+        notes=(*(mapped if any(run.all("device")) else ()), *(named(note, script) for note in verdict.notes)),
+        cannot=named(verdict.cannot, script) if verdict.cannot is not None else None,
         printed=tuple(account.tail for account in run.accounts),
     )
 
@@ -96,8 +79,3 @@ def _run(
         started(script, arguments, limits.workers, scratch, gpus) as ranks,
     ):
         return follow(ranks, steps=limits.steps, deadline_s=deadline_s, tell=tell)
-
-
-def _told(note: str, script: Path) -> str:
-    """A sentence in which files are named as the user would write them."""
-    return re.sub(r"/\S+?(?=:\d)", lambda path: shown(path[0], script), note)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 from paceline.doctor.findings import Obeyed
+from paceline.doctor.watching.checks_collectives import meetings, parting
 from paceline.doctor.watching.checks_data import Pass, passes
 from paceline.doctor.watching.evidence import beside, intervals
 from paceline.doctor.watching.records import Record, Run
@@ -140,6 +141,14 @@ def unused_parameters(run: Run) -> Iterator[Obeyed]:
     return _at("unused-parameters", obeying, breaking)
 
 
+def rank_conditional_collective(run: Run) -> Iterator[Obeyed]:
+    """All ranks came to their end, and each met the others as often as they met it, in the same order."""
+    met = [[record for record in meetings(account, run.world) if record.over] for account in run.accounts]
+    ended = run.stopped == "ended" and all(account.code == 0 and not account.dropped for account in run.accounts)
+    if ended and len({len(own) for own in met}) == 1 and parting(run) is None:
+        yield from _at("rank-conditional-collective", [r for own in met for r in own if r.kind == "collective"])
+
+
 def rank_conditional_ddp_forward(run: Run) -> Iterator[Obeyed]:
     """Without gradients, and with no buffer to broadcast, DDP's forward waits for nobody."""
     alone, meeting = list[Record](), list[Record]()
@@ -194,6 +203,7 @@ RULES_OBEYED: tuple[Callable[[Run], Iterable[Obeyed]], ...] = (
     replicas_start_different,
     rank_dependent_graph,
     unused_parameters,
+    rank_conditional_collective,
     rank_conditional_ddp_forward,
     buffers_not_synced,
     redundant_grad_allreduce,
