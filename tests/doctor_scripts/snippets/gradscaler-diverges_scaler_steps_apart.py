@@ -1,0 +1,33 @@
+# expect: gradscaler-diverges
+# besides: rank-local-skip
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def step(scaler, optimizer, loss, limit):
+    scaler.scale(loss).backward()
+    if loss.item() < limit:
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def main():
+    dist.init_process_group("gloo")
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    sampler = DistributedSampler(data)
+    model = DDP(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            step(scaler, optimizer, nn.functional.mse_loss(model(x), y), limit=10.0)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+# expect: rank-dependent-graph
+# besides: unused-parameters
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Experts(nn.Module):
+    def __init__(self, count=2):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+        self.mine = dist.get_rank() % count
+
+    def forward(self, x):
+        return self.experts[self.mine](x)
+
+
+def main():
+    dist.init_process_group("gloo")
+    data = TensorDataset(torch.randn(64, 8))
+    sampler = DistributedSampler(data)
+    model = DDP(Experts())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for (x,) in DataLoader(data, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), x).backward()
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

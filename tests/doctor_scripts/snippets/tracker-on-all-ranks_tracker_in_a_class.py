@@ -1,0 +1,38 @@
+# expect: tracker-on-all-ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import wandb
+
+
+class Experiment:
+    def __init__(self, config):
+        self.run = wandb.init(project="demo", config=config)
+
+    def log(self, **values):
+        self.run.log(values)
+
+
+def main():
+    dist.init_process_group("gloo")
+    experiment = Experiment({"lr": 0.1})
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    sampler = DistributedSampler(data)
+    model = DDP(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        experiment.log(epoch=epoch)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
