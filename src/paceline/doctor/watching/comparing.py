@@ -55,7 +55,8 @@ def compare(
 def _without_norms(seen: Comparison, still: Comparison, with_ranks: Run, *, synced: bool) -> Comparison:
     """What is left of a difference when no batch norm depends on who has which samples."""
     if still.equal is None:
-        return replace(seen, why=f"{seen.why}; without the batch norms' part in it: {still.why}")
+        why = f"{seen.why}, as far as that is not the batch norms' doing; without these: {still.why}"
+        return replace(seen, equal=None, why=why, shown=())
     if synced:  # which it is on GPUs, and is not here
         return replace(still, why=f"with the running statistics of SyncBatchNorm, which needs GPUs: {still.why}")
     if not still.equal:
@@ -80,19 +81,19 @@ class _Runs:
 
     def both(self, *, still: bool) -> tuple[Run, Run]:
         """With the ranks, and with one worker that is given their samples."""
-        several = self._run(self._limits.workers, {"still": still})
+        several = self._run(self._limits.workers, still, [])
         if self._gpus == "mapped" and wants_gpus(several):
             self._gpus = "pretended"
-            several = self._run(self._limits.workers, {"still": still})
+            several = self._run(self._limits.workers, still, [])
         if not any(several.all("measured")):
             return several, Run(accounts=[])
-        return several, self._run(1, {"still": still, **_given(several)})
+        return several, self._run(1, still, _given(several))
 
-    def _run(self, workers: int, settings: dict[str, Any]) -> Run:
+    def _run(self, workers: int, still: bool, loaders: list[dict[str, Any]]) -> Run:
         limits = self._limits
         with scratched(self._script, in_place=limits.in_place) as scratch:
             told = scratch.home / "comparing.json"
-            told.write_text(json.dumps({"steps": _STEPS, **settings}))
+            told.write_text(json.dumps({"steps": _STEPS, "still": still, "loaders": loaders}))
             with started(self._script, self._arguments, workers, scratch, self._gpus, comparing=told) as ranks:
                 return follow(ranks, steps=_STEPS, deadline_s=self._deadline_s, tell=self._said(workers))
 
@@ -101,14 +102,16 @@ class _Runs:
         return None if tell is None else lambda told: tell(f"comparing {count(workers, 'worker')}: {told}")
 
 
-def _given(several: Run) -> dict[str, Any]:
+def _given(several: Run) -> list[dict[str, Any]]:
     """What the one worker's loaders are to give: as many samples at a time as all ranks together, and these."""
-    loaders = [record["batch"] for record in several.accounts[0].of("loader")]
-    world = several.world
-    return {
-        "batches": [size * world if size is not None else None for size in loaders],
-        "passes": [_passes(several, number) for number in range(len(loaders))],
-    }
+    return [
+        {
+            "size": record["size"],
+            "batch": record["batch"] * several.world if record["batch"] is not None else None,
+            "passes": _passes(several, record["loader"]),
+        }
+        for record in several.accounts[0].of("loader")
+    ]
 
 
 def _passes(several: Run, loader: int) -> list[list[list[int]]]:

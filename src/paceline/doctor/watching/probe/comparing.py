@@ -43,13 +43,13 @@ def compare_steps(recorder: Recorder, rank: int, settings: dict[str, Any]) -> No
     """From now on, and until so many steps have been taken: then the process ends.
 
     Args:
-        settings: ``steps``; ``still`` (batch norms take their running statistics, not the batch's);
-            ``batches`` (by loader the batch size that it is to have; ``None``: its own) and ``passes`` (by loader, for
-            each pass over it, the indices of each batch) for the one worker.
+        settings: ``steps``; ``still`` (batch norms take their running statistics, not the batch's); ``loaders``, for
+            the one worker: by loader, in the order in which they are made, the ``size`` of its dataset, the size of a
+            ``batch`` (``None``: its own) and, for each of its ``passes``, the indices of each batch.
     """
     _seed(rank)
     steps = _Steps(recorder, settings["steps"])
-    feeding = _Feeding(settings.get("batches") or [], settings.get("passes") or [])
+    feeding = _Feeding(settings["loaders"])
     install(recorder, _without_chance(still=settings["still"]))
     install(recorder, feeding.table)
     install(recorder, steps.table)
@@ -148,32 +148,34 @@ def _set_numpy_state(state: Any) -> None:
 
 
 class _Feeding:
-    """What the one worker's loaders are given, by their number in the order in which they were made."""
+    """What the one worker's loaders are given."""
 
-    def __init__(self, batches: list[int | None], passes: list[list[list[list[int]]]]) -> None:
-        self._batches, self._passes = batches, passes
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._fed: weakref.WeakKeyDictionary[Any, _Fed] = weakref.WeakKeyDictionary()
-        self._next = 0
+    def __init__(self, loaders: list[dict[str, Any]]) -> None:
+        self._left = iter(loaders)
+        self._fed: weakref.WeakKeyDictionary[Any, list[list[list[int]]]] = weakref.WeakKeyDictionary()
+        self._samplers: weakref.WeakKeyDictionary[Any, _Fed] = weakref.WeakKeyDictionary()
         self.table = (Hooked("torch.utils.data", "DataLoader.__init__", self._made, scope="fed"),)
 
     def _made(self, call: Call) -> Generator[None, Any, None]:
-        size = self._batches[self._next] if self._next < len(self._batches) else None
-        if size is not None and call["batch_sampler"] is None and call["batch_size"] is not None:
-            call.put(batch_size=size)
+        ranks = next(self._left, {})
+        if ranks.get("batch") is not None and call["batch_sampler"] is None and call["batch_size"] is not None:
+            call.put(batch_size=ranks["batch"])
         yield
-        if call.error is None:
-            self._numbers[call.owner] = self._next
-            self._next += 1
+        loader = call.owner
+        if call.error is None and loader._auto_collation and _length(loader.dataset) == ranks.get("size"):
+            self._fed[loader] = ranks["passes"]
 
     def sampler(self, loader: Any, own: Any) -> Any:
         """What draws a loader's batches: as the ranks did, where that is known."""
-        number = self._numbers.get(loader)
-        if number is None or number >= len(self._passes) or not self._passes[number]:
+        if not self._fed.get(loader):
             return own
-        if loader not in self._fed:
-            self._fed[loader] = _Fed(own, self._passes[number])
-        return self._fed[loader]
+        if loader not in self._samplers:
+            self._samplers[loader] = _Fed(own, self._fed[loader])
+        return self._samplers[loader]
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 class _Fed:
