@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.reading.knowledge import api, canonical
 from paceline.doctor.watching import (
     checks_collectives,
     checks_data,
@@ -27,7 +26,6 @@ from paceline.doctor.watching import (
     checks_replicas,
 )
 from paceline.doctor.watching.probe import communication, optimizers, training
-from paceline.doctor.watching.probe.files import TRACKERS
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run
@@ -503,17 +501,3 @@ def test_a_barrier_of_one_rank_that_another_meets_with_its_next_one(ranks: Ranks
     (finding,) = ranks.found(checks_collectives.meetings_missed)
     assert (finding.id, finding.line) == ("rank-conditional-collective", 2)
     assert "rank 1 is at barrier (train.py:3)" in finding.evidence
-
-
-# --- both passes
-
-
-def test_what_is_hooked_is_known_to_the_reader_by_the_same_name() -> None:
-    """The lists stand in two places, as no torch may be imported to read: what a run sees, reading must mean too."""
-    collectives = {f"torch.distributed.{name}" for name in communication._COLLECTIVES if "coalesced" not in name}
-    trackers = {
-        canonical(f"{row.module}.{row.name.removesuffix('.__init__')}") for table in TRACKERS.values() for row in table
-    }
-    for names, role in ((collectives, "collective"), (trackers, "tracker")):
-        known = {name: api(name) for name in names}
-        assert {name for name, found in known.items() if found is None or found.role != role} == set()

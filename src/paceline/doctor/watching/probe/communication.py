@@ -8,33 +8,13 @@ from typing import Any
 
 import torch
 
+from paceline.doctor.torch_names import COLLECTIVES
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.optimizers import reduced
 
 __all__ = ["TABLE"]
 
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-)
 _REDUCTIONS = frozenset({"all_reduce", "all_reduce_coalesced", "reduce"})
 _gathered: list[tuple[list[Any], int, Any]] = []
 
@@ -121,7 +101,7 @@ def _spawned(call: Call) -> Generator[None, Any, None]:
 
 _MODULES = ("torch.distributed.distributed_c10d", "torch.distributed")
 TABLE = (
-    *(Hooked(module, name, _collective, scope="collective") for name in _COLLECTIVES for module in _MODULES),
+    *(Hooked(module, name, _collective, scope="collective") for name in COLLECTIVES for module in _MODULES),
     *(Hooked(module, "init_process_group", _begun, scope="init") for module in _MODULES),
     *(Hooked(module, "destroy_process_group", _destroyed, scope="destroy") for module in _MODULES),
     Hooked("torch.distributed", "Work.wait", _waited, scope="collective"),
