@@ -368,6 +368,24 @@ def test_one_of_a_ragged_batch_has_a_length_of_its_own(tmp_path: Path) -> None:
 CUT = "order = torch.tensor([t for doc in unknown[rank::world] for t in doc])\n"
 
 
+RAGGED = {
+    "[w for text in texts for w in text]": True,
+    "[w for text in texts for w in text.split()]": True,
+    "[doc for doc in docs if doc.sum() > 0]": True,
+    "[doc for doc in docs]": False,
+    "[doc for doc in docs if doc is not None]": False,
+    "[row for doc in torch.stack(docs) for row in doc]": False,
+    "[p for m in nn.Sequential(nn.Linear(2, 2)).modules() for p in m.parameters()]": False,
+    "[p.grad for p in nn.Linear(2, 2).parameters() if p.grad is not None]": False,
+}
+
+
+@pytest.mark.parametrize("expression", RAGGED)
+def test_what_has_a_length_of_its_own(expression: str, tmp_path: Path) -> None:
+    held = "texts = unknown[rank::world]\ndocs = [torch.tensor(text) for text in texts]\n"
+    assert ("own-size" in value_of(tmp_path, expression, held).labels) is RAGGED[expression]
+
+
 def test_what_is_cut_alike_is_as_long_everywhere(tmp_path: Path) -> None:
     agreed = CUT + "n = torch.tensor(len(order))\ndist.all_reduce(n)\n"
     assert value_of(tmp_path, "len(order)", CUT).varies

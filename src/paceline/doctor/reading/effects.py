@@ -19,6 +19,8 @@ __all__ = ["Effects", "numbered"]
 _DRAWS: Final = words(
     "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson"
 )
+_FILLED: Final = ("tensor", "tensors", "tensor_list", "output_tensor", "object_list", "output", "gather_list")
+"""Of collectives: what holds the same on all ranks afterwards."""
 _SIZED: Final = _DRAWS | words("zeros ones empty full")
 _KEEP_LENGTH: Final = words("clone detach float long cpu contiguous double half square abs int")
 
@@ -308,7 +310,7 @@ class Effects(Builtins):
 
     def _agree(self, name: str, arguments: dict[str, Value]) -> None:
         source = next((arguments[n] for n in ("tensor", "input_tensor", "obj") if n in arguments), None)
-        for parameter in ("tensor", "tensor_list", "output_tensor", "object_list", "output", "gather_list"):
+        for parameter in _FILLED:
             if (value := arguments.get(parameter)) is None:
                 continue
             if parameter == "tensor" and name.rpartition(".")[2] in ("all_gather", "gather", "scatter"):

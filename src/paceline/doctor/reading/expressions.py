@@ -195,7 +195,7 @@ class Expressions(Arithmetic):
         through = _Comprehended()
         self._comprehend(node.generators, lambda: found.append(self.evaluate(node.elt)), through)
         labels = labels_of(through.tests) & VARYING
-        if through.selects:
+        if through.ragged or labels:
             labels |= {"own-size"}
         if not through.is_whole(len(found)):
             labels |= {"some"}
@@ -230,8 +230,10 @@ class Expressions(Arithmetic):
             return
         first, *rest = generators
         over = self.evaluate(first.iter)
+        outermost = not through.lengths
         through.lengths.append(over.length)
         through.order |= order_of(over)
+        through.ragged |= not outermost and over.length is None and over.kind in _RAGGED
         through.selects |= bool(first.ifs or rest)
         for loader in self.loaders(over):
             self.event("iterate", first.iter, subject=loader)
@@ -278,15 +280,20 @@ def count_of(over: Value) -> Value | None:
     return Value("unknown", labels) if over.kind == "range" or "own-size" in labels else None
 
 
+_RAGGED: Final = ("list", "unknown", "scalar", "lazy", "set")
+"""What may be of any length, each another: documents, unlike the rows of a tensor or the parameters of a module."""
+
+
 @dataclass(slots=True)
 class _Comprehended:
-    """What a comprehension went through: how long that is, what it asked of the elements, in which order they came, and
-    whether it leaves some out or takes several of each."""
+    """What a comprehension went through: how long that is, what it asked of the elements, in which order they came,
+    whether it leaves some out or takes several of each, and whether of each as many as that has."""
 
     lengths: list[Known | None] = field(default_factory=list)
     tests: list[Value] = field(default_factory=list)
     order: frozenset[str] = frozenset()
     selects: bool = False
+    ragged: bool = False
 
     def is_whole(self, count: int) -> bool:
         """Whether so many elements are all."""

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.doctor.reading.values import words
+from paceline.doctor.torch_names import COLLECTIVES, LAUNCHER_VARIABLES, TRACKERS
 
 __all__ = [
     "KEPT",
@@ -52,23 +53,6 @@ torch.distributed.get_rank - - group
 torch.distributed.get_world_size - - group
 torch.distributed.is_initialized - - -
 torch.distributed.is_available - - -
-torch.distributed.all_reduce collective - tensor op group async_op
-torch.distributed.broadcast collective - tensor src group async_op
-torch.distributed.reduce collective - tensor dst op group async_op
-torch.distributed.all_gather collective - tensor_list tensor group async_op
-torch.distributed.all_gather_into_tensor collective - output_tensor input_tensor group async_op
-torch.distributed.all_gather_object collective - object_list obj group
-torch.distributed.gather collective - tensor gather_list dst group async_op
-torch.distributed.gather_object collective - obj object_gather_list dst group
-torch.distributed.scatter collective - tensor scatter_list src group async_op
-torch.distributed.scatter_object_list collective - scatter_object_output_list scatter_object_input_list src group
-torch.distributed.reduce_scatter collective - output input_list op group async_op
-torch.distributed.reduce_scatter_tensor collective - output input op group async_op
-torch.distributed.all_to_all collective - output_tensor_list input_tensor_list group async_op
-torch.distributed.all_to_all_single collective - output input output_split_sizes input_split_sizes group async_op
-torch.distributed.broadcast_object_list collective - object_list src group device
-torch.distributed.barrier collective - group async_op device_ids
-torch.distributed.monitored_barrier collective - group timeout wait_all_ranks
 torch.distributed.new_group collective group ranks timeout backend
 torch.distributed.nn.functional.all_gather collective - tensor group
 torch.distributed.nn.functional.all_reduce collective - tensor op group
@@ -154,15 +138,6 @@ pytorch_lightning.seed_everything seed - seed
 sklearn.model_selection.train_test_split split -
 safetensors.torch.save_file save - tensors filename
 pickle.dump save - obj file protocol
-wandb.init tracker - project entity config
-mlflow.start_run tracker - run_id
-neptune.init_run tracker -
-clearml.Task.init tracker -
-comet_ml.Experiment tracker -
-aim.Run tracker -
-swanlab.init tracker -
-torch.utils.tensorboard.SummaryWriter tracker writer log_dir comment
-tensorboardX.SummaryWriter tracker writer logdir comment
 wandb.log log - data step
 mlflow.log_metric log - key value step
 urllib.request.urlretrieve download - url filename
@@ -198,6 +173,12 @@ os._exit exit - status
 builtins.exit exit - status
 builtins.quit exit - status
 """)
+
+_FUNCTIONS |= {f"torch.distributed.{name}": Api("collective", "", given) for name, given in COLLECTIVES.items()}
+_FUNCTIONS |= {
+    f"{module}.{name}": Api("tracker", "writer" if name == "SummaryWriter" else "", given)
+    for (module, name), given in TRACKERS.items()
+}
 
 MEAN_LOSSES = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy kl_div gaussian_nll_loss "
@@ -307,9 +288,7 @@ _OF_RANKS = re.compile(
     r"|(^|_)(is_)?(global_|local_|world_)?(rank|zero)(_?(zero|0|only))?$"
 )
 
-LAUNCHED = words(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
-)
+LAUNCHED = frozenset(LAUNCHER_VARIABLES)
 """Variables that a launcher sets."""
 
 KEPT = words(
