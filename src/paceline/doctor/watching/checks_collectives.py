@@ -251,15 +251,11 @@ def _without_backward(run: Run) -> Iterator[Finding] | None:
 
 
 def _skipped(places: Sequence[Place], evidence: str) -> Iterator[Finding]:
-    """At the first ``continue`` of the loop around these lines, if it has one."""
+    """At the condition of the first ``continue`` of the loop around these lines, if it has one."""
     loop = next(iter(loops_around(places)), None)
-    line, condition = loop.skips[0] if loop is not None and loop.skips else (None, "")
-    return found(
-        "rank-local-skip",
-        Place(loop.path, line) if loop is not None and line is not None else next(iter(places), None),
-        f"a rank leaves out a step that the others take{f', at `if {condition}`' if condition else ''}",
-        evidence,
-    )
+    under = conditions([Place(loop.path, loop.skips[0][0])]) if loop is not None and loop.skips else []
+    place, why = (under[0][0], f", at `if {under[0][1]}`") if under else (next(iter(places), None), "")
+    yield from found("rank-local-skip", place, f"a rank leaves out a step that the others take{why}", evidence)
 
 
 def _left(run: Run, ways: Parting) -> Iterator[Finding] | None:
