@@ -465,6 +465,19 @@ def test_a_seed_that_somebody_else_sets_is_unknown(tmp_path: Path) -> None:
     assert "rng" not in value_of(tmp_path, "torch.randn(2)", "from somewhere import set_seed\nset_seed(42)").labels
 
 
+def test_a_changed_environment_is_told(tmp_path: Path) -> None:
+    changes = (
+        "os.environ['A'] = '1'",
+        "os.environ.update(A='1')",
+        "os.environ.update({'A': '1'})",
+        "os.environ.update({}, A='1')",
+    )
+    for how in changes:
+        (event,) = walked(tmp_path, how).trace.of("environment")
+        assert event.name == "A"
+    assert not walked(tmp_path, "os.environ.setdefault('A', '1')").trace.any("environment")
+
+
 def test_replaced_output_is_told(tmp_path: Path) -> None:
     for how in ("import sys\nsys.stdout = open(os.devnull, 'w')", "import builtins\nbuiltins.print = unknown"):
         assert walked(tmp_path, how).trace.any("stdout")

@@ -186,7 +186,7 @@ class Calls(Instances):
         if name == "functools.partial" and arguments:
             return Value("partial", labels_of(arguments), code=(arguments[0], arguments[1:], keywords))
         if name.startswith(("os.environ", "os.getenv", "os.putenv")):
-            return self._call_environment(name, arguments, node)
+            return self._call_environment(name, arguments, keywords, node)
         if name.startswith("sys.path.") and arguments:
             self._search_also(name, arguments)
             return NONE

@@ -13,14 +13,12 @@ __all__ = ["Surroundings"]
 class Surroundings(Effects):
     """Options, variables and processes."""
 
-    def _call_environment(self, name: str, arguments: list[Value], node: ast.AST) -> Value:
+    def _call_environment(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         match name:
-            case "os.environ.get" | "os.getenv" | "os.environ.pop" if arguments:
+            case "os.environ.get" | "os.getenv" | "os.environ.pop" | "os.environ.setdefault" if arguments:
                 return self.variable(arguments[0], node, arguments[1] if len(arguments) > 1 else NONE)
-            case "os.environ.setdefault" if arguments:
-                return self.variable(arguments[0], node, arguments[1] if len(arguments) > 1 else NONE)
-            case "os.environ.update" if arguments:
-                for key, value in arguments[0].fields.items():
+            case "os.environ.update":
+                for key, value in {**(arguments[0].fields if arguments else {}), **keywords}.items():
                     self.event("environment", node, name=key, arguments={"value": value})
         return Value("dict", frozenset({"open"}), name="os.environ")
 
