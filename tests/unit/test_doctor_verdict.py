@@ -348,6 +348,7 @@ def gives(told: Told, number: int, indices: list[int], rows: list[str]) -> Told:
 def steps(told: Told, times: int = 4, **facts: Any) -> Told:
     for number in range(times):
         told.tell("forward", 5, ddp=0, grad=True, sync=True, communicates=True)
+        told.tell("backward", 5, roots=[], reached=[[0, "synced"]])
         told.tell(
             "step", 6, optimizer=0, plain=True, values=["a"], grads=["g"], **{k: v(number) for k, v in facts.items()}
         )
@@ -364,9 +365,9 @@ def graphs(told: Told, *unused: list[str]) -> None:
         told.tell("graph", 5, ddp=0, unused=names)
 
 
-def goes_back(told: Told, times: int, *, by: float) -> Told:
+def goes_back(told: Told, times: int, *, by: float, of: float | None = 4.0) -> Told:
     for _ in range(times):
-        told.tell("backward", 9, roots=[[["DivBackward0", by], ["MseLossBackward0", 4.0]]])
+        told.tell("backward", 9, roots=[[["DivBackward0", by], ["MseLossBackward0", of]]])
     return told.tell("step", 10)
 
 
@@ -409,6 +410,7 @@ SHOWN: dict[str, tuple[Does, list[Does]]] = {
         [
             lambda t, r: gives(loads(t, None), 0, *samples(0)),
             lambda t, r: gives(loads(t, None, size=10_000), 0, *samples(20 * r)),  # by chance
+            lambda t, r: gives(loads(t.tell("draw", where="fetch"), None), 0, samples(0)[0], samples(20 * r)[1]),
         ],
     ),
     "model-differs-across-ranks": (
@@ -466,7 +468,11 @@ SHOWN: dict[str, tuple[Does, list[Does]]] = {
     ),
     "accumulation-not-normalised": (
         lambda t, r: goes_back(t, 2, by=2.0),
-        [lambda t, r: goes_back(t, 2, by=7.0), lambda t, r: goes_back(t, 1, by=2.0)],
+        [
+            lambda t, r: goes_back(t, 2, by=7.0),
+            lambda t, r: goes_back(t, 1, by=2.0),
+            lambda t, r: goes_back(t, 2, by=2.0, of=None),  # a sum over two samples
+        ],
     ),
 }
 

@@ -83,11 +83,13 @@ def dataset_order_differs(run: Run) -> Iterator[Obeyed]:
 
 def no_distributed_sampler(run: Run) -> Iterator[Obeyed]:
     """Ranks train on samples of their own, though no sampler of torch's deals them out."""
+    if any(record["where"] == "fetch" for record in run.all("draw")):
+        return  # the same samples look different each time
     obeying, breaking = list[Record](), list[Record]()
     for those in zip(*(passes(account) for account in run.accounts), strict=False):
         if len({(one.loader["loader"], one.begin["number"]) for one in those}) == 1 and those[0].trains:
             (obeying if _own(those) else breaking).append(those[0].loader)
-    return _at("no-distributed-sampler", obeying, breaking)
+    yield from _at("no-distributed-sampler", obeying, breaking)
 
 
 def _own(those: tuple[Pass, ...]) -> bool:
@@ -133,11 +135,13 @@ def rank_dependent_graph(run: Run) -> Iterator[Obeyed]:
 def unused_parameters(run: Run) -> Iterator[Obeyed]:
     """DDP itself fails at the next forward if a parameter had no part in the last one."""
     obeying, breaking = list[Record](), list[Record]()
+    backwards = [dict(record["reached"] or ()) for record in run.accounts[0].of("backward")]
     for wrap in run.accounts[0].of("wrap"):
         forwards = [r for r in run.accounts[0].of("forward") if r["ddp"] == wrap["ddp"] and r["grad"] and r["sync"]]
         passed = [r for r in forwards if r.over and not r.failed]
         strict = wrap["find_unused"] is False and wrap["static"] is False
-        (obeying if strict and len(passed) >= _SEVERAL and len(passed) == len(forwards) else breaking).append(wrap)
+        reduced = sum(reached.get(wrap["ddp"]) == "synced" for reached in backwards)
+        (obeying if strict and reduced >= _SEVERAL and len(passed) == len(forwards) else breaking).append(wrap)
     return _at("unused-parameters", obeying, breaking)
 
 
@@ -177,7 +181,7 @@ def redundant_grad_allreduce(run: Run) -> Iterator[Obeyed]:
 
 
 def accumulation_not_normalised(run: Run) -> Iterator[Obeyed]:
-    """Each of the backwards before a step is of a loss that was divided by their number."""
+    """Each of the backwards before a step is of a mean that was divided by their number."""
     divided, whole = list[Record](), list[Record]()
     for one in intervals(run.accounts[0]):
         backwards = one.of("backward")
@@ -190,7 +194,8 @@ def _is_divided(backward: Record, times: int) -> bool:
     functions = [function for root in backward["roots"] or () for function in root]
     divisors = [value for name, value in functions if name == "DivBackward0" and value]
     factors = [1 / value for name, value in functions if name == "MulBackward0" and value]
-    return times > 1 and any(abs(value - times) < 1e-3 * times for value in (*divisors, *factors))
+    mean = any(value and ("Loss" in name or "Mean" in name) for name, value in functions)
+    return times > 1 and mean and any(abs(value - times) < 1e-3 * times for value in (*divisors, *factors))
 
 
 RULES_OBEYED: tuple[Callable[[Run], Iterable[Obeyed]], ...] = (
