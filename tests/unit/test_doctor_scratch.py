@@ -402,7 +402,7 @@ def test_a_keeper_that_has_died_is_told_in_four_beats(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", "/bin/false")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     popen = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, process_group=0)
-    rank = ranks.Rank(0, popen, ours, Path("stacks"))
+    rank = ranks.Rank(0, popen, ours, Path("stacks"), {})
     try:
         with (
             theirs,

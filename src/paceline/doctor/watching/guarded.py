@@ -20,10 +20,9 @@ _DENIED = re.compile(
 
 def guarded(run: Run) -> Iterator[str]:
     """Which writes were refused, and how they were."""
-    failed = [record for record in run.all("error") if record["type"] != "RefusedError"]
-    denied = any(_DENIED.search(record["text"] or "") for record in failed)
-    fatal = any(record["type"] == "RefusedError" for record in run.all("error"))
-    refused = {r["path"]: r for r in run.all("refused") if r["own"] or denied or fatal}
+    errors = list(run.all("error"))
+    denied = any(_DENIED.search(record["text"] or "") for record in errors)
+    refused = {r["path"]: r for r in run.all("refused") if r["own"] or errors}  # libraries do without a cache
     for path, record in list(refused.items())[:_SHOWN]:
         where = f" ({record.place.path}:{record.place.line})" if record.place is not None else ""
         yield (

@@ -23,7 +23,7 @@ from paceline import env
 from paceline.doctor.watching import keeper
 from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import Account
-from paceline.doctor.watching.scratch import Scratch
+from paceline.doctor.watching.scratch import Scratch, with_originals
 from paceline.errors import UsageError
 
 __all__ = ["Gpus", "Rank", "started"]
@@ -44,7 +44,9 @@ class Rank:
         stacks: the file into which it writes its stacks when asked.
     """
 
-    def __init__(self, number: int, popen: subprocess.Popen[bytes], link: socket.socket, stacks: Path) -> None:
+    def __init__(
+        self, number: int, popen: subprocess.Popen[bytes], link: socket.socket, stacks: Path, moved: dict[str, str]
+    ) -> None:
         from paceline.supervisor.processes import Process  # not for the ranks: their probe is inside of this package
 
         assert popen.stdout is not None
@@ -52,7 +54,7 @@ class Rank:
         self.account = Account(rank=number)
         self.stacks = stacks
         self.output = popen.stdout.fileno()
-        self._popen, self._tail = popen, b""
+        self._popen, self._tail, self._moved = popen, b"", moved
         os.set_blocking(self.output, False)
 
     def hear(self, most: int = _MESSAGES) -> bool:
@@ -87,7 +89,7 @@ class Rank:
         self.process.wait(5.0)
         self.hear(10_000)
         self.read()
-        self.account.tail = self._tail.decode(errors="replace")
+        self.account.tail = with_originals(self._tail.decode(errors="replace"), self._moved)
         self._popen.returncode = self.process.reap()
         assert self._popen.stdout is not None
         self._popen.stdout.close()
@@ -198,7 +200,7 @@ def _start(number: int, words: list[str], environ: dict[str, str], settings: dic
             pass_fds=[theirs.fileno(), settings["listener"]],
             process_group=0,
         )
-    return Rank(number, popen, ours, Path(settings["stacks"]))
+    return Rank(number, popen, ours, Path(settings["stacks"]), settings["moved"])
 
 
 def _standing_in(gpus: Gpus, rank: int, workers: int) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline import env
 from paceline.errors import UsageError
 
-__all__ = ["Scratch", "scratched"]
+__all__ = ["Scratch", "scratched", "with_originals"]
 
 _SMALL_BYTES = 256 * 1024
 _COPIED_BYTES = 64 * 1024 * 1024
@@ -79,6 +79,17 @@ def scratched(script: Path, *, in_place: bool) -> Iterator[Scratch]:
                 fix="Let TMPDIR name a folder with more room, or use --static",
             ) from None
         yield scratch
+
+
+def with_originals(text: str, moved: Mapping[str, str]) -> str:
+    """A text of the script's in which paths are as the user knows them.
+
+    >>> with_originals("no file /tmp/home/folder-0/root/a.txt", {"/tmp/home/folder-0/root": "/"})
+    'no file /a.txt'
+    """
+    for target, root in moved.items():
+        text = text.replace(target + os.sep, str(Path(root) / "x")[:-1]).replace(target, root)
+    return text
 
 
 @dataclass

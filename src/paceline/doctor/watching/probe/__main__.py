@@ -108,12 +108,17 @@ def _run(recorder: Recorder, script: str) -> int:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:
             recorder.tell(
-                "error", type="SystemExit", text=str(stop.code)[:2000], places=_users(recorder, stop.__traceback__)
+                "error",
+                type="SystemExit",
+                text=recorder.shown(str(stop.code))[:2000],
+                places=_users(recorder, stop.__traceback__),
             )
         raise
     except BaseException as error:
         code, trace = 1, error.__traceback__
-        recorder.tell("error", type=type(error).__name__, text=str(error)[:4000], places=_users(recorder, trace))
+        recorder.tell(
+            "error", type=type(error).__name__, text=recorder.shown(str(error))[:4000], places=_users(recorder, trace)
+        )
         raise
     return code
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.doctor import torch_names
 from paceline.doctor.watching.probe.guarding import Guard
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
@@ -151,20 +152,12 @@ def _slept(call: Call) -> Generator[None, Any, None]:
     call.recorder.done(number)
 
 
-_LAUNCHERS = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-)
+_VARIABLES = (*torch_names.LAUNCHER_VARIABLES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
 def _variable_set(call: Call) -> Generator[None, Any, None]:
     environ, key, value = call.args
-    if key in _LAUNCHERS:
+    if key in _VARIABLES:
         call.recorder.tell("env", key=key, before=environ.get(key), after=str(value))
     yield
 
@@ -208,17 +201,11 @@ TABLE = (
     Hooked("torch.cuda", "is_available", _gpus_asked),
 )
 TRACKERS: dict[str, tuple[Hooked, ...]] = {
-    name: (Hooked(name, function, _tracker_started, scope="tracker"),)
-    for name, function in (
-        ("aim", "Run.__init__"),
-        ("clearml", "Task.init"),
-        ("comet_ml", "Experiment.__init__"),
-        ("mlflow", "start_run"),
-        ("neptune", "init_run"),
-        ("swanlab", "init"),
-        ("tensorboardX", "SummaryWriter.__init__"),
-        ("torch.utils.tensorboard", "SummaryWriter.__init__"),
-        ("wandb", "init"),
+    module: (
+        Hooked(
+            module, f"{name}.__init__" if name[0].isupper() and "." not in name else name, _tracker_started, "tracker"
+        ),
     )
+    for module, name in torch_names.TRACKERS
 }
 """By module what starts a run of it."""

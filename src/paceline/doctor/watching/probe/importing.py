@@ -13,8 +13,11 @@ __all__ = ["after_import"]
 
 
 def after_import(actions: Mapping[str, Callable[[], None]]) -> None:
-    """From now on calls ``actions[name]`` when the module of that name has been imported for the first time."""
-    sys.meta_path.insert(0, _Watching(dict(actions)))
+    """Calls ``actions[name]`` when the module of that name has been imported for the first time; now if it has been."""
+    sys.meta_path.insert(0, _Watching({name: act for name, act in actions.items() if name not in sys.modules}))
+    for name, act in actions.items():
+        if name in sys.modules:
+            act()
 
 
 class _Watching(importlib.abc.MetaPathFinder):

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.callsite import in_libraries
 from paceline.doctor.watching.records import Place, pack
+from paceline.doctor.watching.scratch import with_originals
 
 __all__ = ["Recorder", "RefusedError"]
 
@@ -96,6 +97,10 @@ class Recorder:
             if path == scratch or path.startswith(scratch + os.sep):
                 return str(Path(original) / path[len(scratch) + 1 :])
         return path
+
+    def shown(self, text: str) -> str:
+        """A text in which paths are as the user knows them."""
+        return with_originals(text, self._moved)
 
     def called_by_user(self) -> bool:
         """Whether the hooked function was called by a line of the user's, not by a library."""
