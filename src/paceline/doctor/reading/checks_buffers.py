@@ -19,7 +19,6 @@ def batchnorm_unsynced(trace: Trace) -> Iterator[Found]:
                 wrap,
                 "batch norm in this model takes its statistics from one rank's samples",
                 evidence=f"{norms[0].name.removeprefix('torch.')} made at line {norms[0].line}",
-                severity="advice",
             )
 
 

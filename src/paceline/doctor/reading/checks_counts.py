@@ -137,7 +137,6 @@ def global_batch_grows(trace: Trace) -> Iterator[Found]:
                 f"each rank takes batches of {size.only}, so 2 ranks take {2 * size.only} for each step, "
                 "at the same learning rate",
                 evidence=f"batch_size={size.only} at line {loader.line}",
-                severity="advice",
                 confidence="possible",
                 line=loader.line or event.line,
             )

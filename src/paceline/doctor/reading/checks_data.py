@@ -15,7 +15,7 @@ from paceline.doctor.reading.evidence import (
 )
 from paceline.doctor.reading.objects import loaders_in
 from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value
+from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value, words
 
 __all__: list[str] = []
 
@@ -216,14 +216,17 @@ def rng_identical_across_ranks(trace: Trace) -> Iterator[Found]:
     seeds = [event for event in trace.of("seed") if event.name in ("torch.manual_seed", "transformers.set_seed")]
     if not seeds or not trace.any("backward") or any(_seeds_apart(event) for event in seeds):
         return
-    for wrap in trace.of("wrap"):
-        if any(_drops(module) for module in modules_in(wrap.argument("module"))):
-            yield Found(
-                seeds[-1],
-                "all ranks are seeded alike and stay so: dropout drops the same units on each",
-                severity="advice",
-            )
-            return
+    models = [wrap.argument("module") for wrap in trace.of("wrap")]
+    if any(_drops(module) for model in models for module in modules_in(model)):
+        yield Found(seeds[-1], "all ranks are seeded alike and stay so: dropout drops the same units on each")
+    elif models and trace.names & _NOISE:
+        yield Found(seeds[-1], "all ranks are seeded alike and stay so: the noise in training is the same on each")
+
+
+_NOISE = words(
+    "torch.randn_like torch.rand_like torch.bernoulli torch.nn.functional.dropout torch.nn.functional.gumbel_softmax"
+)
+"""What is drawn for each batch as a rule; `torch.randn` makes data as well."""
 
 
 def _drops(module: Value) -> bool:

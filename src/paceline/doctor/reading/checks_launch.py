@@ -94,11 +94,7 @@ def cuda_device_not_set(trace: Trace) -> Iterator[Found]:
 def nproc_exceeds_devices(trace: Trace) -> Iterator[Found]:
     for event, index in _indices(trace) if trace.distributed else ():
         if {"modulo-devices", "local_rank"} <= index.labels:
-            yield Found(
-                event,
-                "the modulo puts several ranks on one GPU where there are too few",
-                severity="warning",
-            )
+            yield Found(event, "the modulo puts several ranks on one GPU where there are too few")
             return
 
 
@@ -173,7 +169,7 @@ def spawn_under_torchrun(trace: Trace) -> Iterator[Found]:
 def group_not_destroyed(trace: Trace) -> Iterator[Found]:
     inits = list(trace.of("init"))
     if inits and not trace.any("destroy") and "torch.distributed.destroy_process_group" not in trace.names:
-        yield Found(inits[-1], "this process group is never destroyed", severity="advice", confidence="certain")
+        yield Found(inits[-1], "this process group is never destroyed")
 
 
 @rule_check("legacy-data-parallel")
