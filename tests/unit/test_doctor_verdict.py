@@ -126,6 +126,17 @@ def test_what_was_watched_takes_the_place_of_what_was_read_in_the_same_statement
 
 
 @pytest.mark.usefixtures("source")
+def test_a_mistake_that_has_several_lines_is_told_once() -> None:
+    """A loader is made at one, and looped over at another: reading may name either."""
+    watched = of("iterable-not-sharded", "run", 11, also=(("train.py", 5),), severity="advice")
+    (finding,) = settled([of("iterable-not-sharded", line=3), watched])
+    assert (finding.line, finding.seen, finding.level) == (11, "run", "error")
+    assert len(settled([of("iterable-not-sharded", line=7), watched])) == 2
+    for both in ([of("iterable-not-sharded", "run", 3), watched], [watched, of("iterable-not-sharded", "run", 3)]):
+        assert len(settled(both)) == 2  # two that were seen are two
+
+
+@pytest.mark.usefixtures("source")
 def test_a_run_does_not_make_a_mistake_lesser() -> None:
     """A line that comes each epoch is printed once in a run of one."""
     read, watched = of("print-on-all-ranks", line=11), of("print-on-all-ranks", "run", 11, severity="advice")

@@ -30,6 +30,8 @@ class Finding:
         evidence: what was seen: numbers of this very run, or the piece of source that says so.
         fix: what to write instead, here; ``None``: the rule's own.
         severity: where this case is less bad than the rule's others; ``None``: it is as bad.
+        also: other lines, by path, at which this very mistake may be named: a loader is made at one, and looped over at
+            another.
         seen: whether it was read in the source or watched in a run.
         span: of what was watched: when that began and was over (infinity: never), by the run's clock; ``None``: it is
             not known.
@@ -44,6 +46,7 @@ class Finding:
     fix: str | None = None
     severity: Severity | None = None
     confidence: Confidence = "likely"
+    also: tuple[tuple[str, int], ...] = ()
     seen: Literal["source", "run"] = "source"
     span: tuple[float, float] | None = None
     broke_s: float | None = None
@@ -83,16 +86,26 @@ class Obeyed:
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Each mistake once, the worst first.
 
-    What was read is left out where the same was watched, in the same statement: that has numbers. How bad it is the
-    worse of both says, so that a run only ever adds to what was read, unless it has refuted it.
+    What was read is left out where the same was watched, in the same statement or one of those `also` named: that has
+    numbers. How bad it is the worse of both says, so that a run only ever adds to what was read, unless it has refuted
+    it.
     """
     kept: dict[tuple[str, str, int], Finding] = {}
+    same: dict[tuple[str, str, int], tuple[str, str, int]] = {}
     for finding in sorted(findings, key=lambda finding: finding.seen != "run"):
-        place = (finding.id, finding.path, statement_at(finding.path, finding.line).start)
-        other = kept.setdefault(place, finding)
-        if _BY_WEIGHT.index(finding.level) < _BY_WEIGHT.index(other.level):
-            kept[place] = replace(other, severity=finding.level)
+        place = _place(finding.id, finding.path, finding.line)
+        if place not in kept and finding.seen == "source":
+            place = same.get(place, place)
+        told = kept.setdefault(place, finding)
+        if _BY_WEIGHT.index(finding.level) < _BY_WEIGHT.index(told.level):
+            kept[place] = replace(told, severity=finding.level)
+        same |= {_place(finding.id, path, line): place for path, line in finding.also}
     return sorted(kept.values(), key=lambda f: (_BY_WEIGHT.index(f.level), f.path, f.line, f.id))
+
+
+def _place(rule: str, path: str, line: int) -> tuple[str, str, int]:
+    """Of the rule in the statement."""
+    return rule, path, statement_at(path, line).start
 
 
 def as_json(findings: Sequence[Finding], notes: Sequence[str]) -> str:

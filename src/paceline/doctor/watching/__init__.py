@@ -56,7 +56,7 @@ def watch(
     verdict = judge(run)
     mapped = ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)
     return Watched(
-        findings=tuple(replace(finding, path=shown(finding.path, script)) for finding in verdict.findings),
+        findings=tuple(_named(finding, script) for finding in verdict.findings),
         obeyed=tuple(
             replace(obeyed, path=shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
         ),
@@ -79,3 +79,9 @@ def _run(
         started(script, arguments, limits.workers, scratch, gpus) as ranks,
     ):
         return follow(ranks, steps=limits.steps, deadline_s=deadline_s, tell=tell)
+
+
+def _named(finding: Finding, script: Path) -> Finding:
+    """With its files as the user would write them."""
+    also = tuple((shown(path, script), line) for path, line in finding.also)
+    return replace(finding, path=shown(finding.path, script), also=also)

@@ -22,8 +22,13 @@ def found(
     severity: Severity | None = None,
     confidence: Confidence = "certain",
     fix: str | None = None,
+    also: Iterable[Place | None] = (),
 ) -> Iterator[Finding]:
-    """A finding at a line that was seen; none when no line of the user's led to it."""
+    """A finding at a line that was seen; none when no line of the user's led to it.
+
+    Args:
+        also: other lines at which reading may name this very mistake.
+    """
     if place is not None:
         record = place.record
         yield Finding(
@@ -35,6 +40,7 @@ def found(
             severity=severity,
             confidence=confidence,
             fix=fix,
+            also=tuple((other.path, other.line) for other in also if other is not None),
             seen="run",
             span=_span(record) if record is not None else None,
         )
