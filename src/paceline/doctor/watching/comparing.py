@@ -8,20 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from paceline.doctor.lines import named, shown
 from paceline.doctor.watching.compared import compared
 from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, wants_gpus
+from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Account, Run
 from paceline.doctor.watching.scratch import scratched
 from paceline.doctor.watching.sources import names_gpus
-
-if TYPE_CHECKING:
-    from paceline.doctor.watching import Limits
 
 __all__ = ["compare"]
 
@@ -45,19 +44,23 @@ def compare(
     runs = _Runs(script, arguments, limits, tell)
     with_ranks, alone = runs.both(still=False)
     seen = _concluded(with_ranks, alone)
-    norms = any(record["normed"] for record in with_ranks.all("measured"))
-    if seen.equal is not False or not norms:
-        return seen
-    synced = any(record["synced_norms"] for record in with_ranks.all("wrap"))
-    return _without_norms(seen, _concluded(*runs.both(still=True)), with_ranks, synced=synced)
+    if seen.equal is False and any(record["normed"] for record in with_ranks.all("measured")):
+        seen = _without_norms(seen, _concluded(*runs.both(still=True)), with_ranks)
+    return replace(seen, why=named(seen.why, script), shown=tuple(_as_written(one, script) for one in seen.shown))
 
 
-def _without_norms(seen: Comparison, still: Comparison, with_ranks: Run, *, synced: bool) -> Comparison:
+def _as_written(one: Shown, script: Path) -> Shown:
+    """With the file as the user would write it."""
+    place = one.place
+    return one if place is None else replace(one, place=replace(place, path=shown(place.path, script)))
+
+
+def _without_norms(seen: Comparison, still: Comparison, with_ranks: Run) -> Comparison:
     """What is left of a difference when no batch norm depends on who has which samples."""
     if still.equal is None:
         why = f"{seen.why}, as far as that is not the batch norms' doing; without these: {still.why}"
         return replace(seen, equal=None, why=why, shown=())
-    if synced:  # which it is on GPUs, and is not here
+    if any(record["synced_norms"] for record in with_ranks.all("wrap")):  # on GPUs, and not here
         return replace(still, why=f"with the running statistics of SyncBatchNorm, which needs GPUs: {still.why}")
     if not still.equal:
         return replace(still, why=f"even with the batch norms' running statistics {still.why}")
@@ -147,5 +150,7 @@ def _concluded(several: Run, alone: Run) -> Comparison:
 
 
 def _failed(run: Run) -> str:
-    cannot = judge(run).cannot
+    fault, cannot = next(run.all("fault"), None), judge(run).cannot
+    if fault is not None and cannot is None:
+        cannot = f"a part of the doctor itself failed in rank {fault.rank}: {fault['text']}"
     return f": {cannot}" if cannot is not None else ""
