@@ -24,7 +24,11 @@ def metric_not_reduced(trace: Trace) -> Iterator[Found]:
 
 
 def _is_of_one_shard(value: Value) -> bool:
-    return {"eval", "shard"} <= value.labels and not value.labels & {"graph", "reduced"} and value.kind != "batch"
+    return (
+        {"eval", "shard"} <= value.labels
+        and not value.labels & {"graph", "reduced", "partly"}
+        and value.kind != "batch"
+    )
 
 
 @rule_check("print-on-all-ranks")
