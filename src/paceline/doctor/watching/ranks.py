@@ -119,7 +119,7 @@ def started(
                 "parent": os.getpid(),
                 "listener": listener.fileno(),
                 "home": str(scratch.home),
-                "moved": scratch.moved,
+                "moved": scratch.originals,
                 "guarded": not scratch.in_place,
                 "comparing": str(comparing) if comparing is not None else None,
             }

@@ -188,6 +188,11 @@ class Scratch:
         return own
 
     @property
+    def originals(self) -> dict[str, str]:
+        """By folder of the run the user's that it takes the place of."""
+        return {} if self.in_place else {**self.moved, str(self.temporary): tempfile.gettempdir()}
+
+    @property
     def temporary(self) -> Path:
         """For temporary files."""
         folder = self.home / "tmp"

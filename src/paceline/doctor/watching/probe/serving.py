@@ -13,6 +13,7 @@ import socket
 import sys
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 __all__ = ["FAILED", "serve_once"]
 
@@ -32,37 +33,49 @@ def serve_once(listener: int, home: Path) -> None:
     """
     try:
         os.close(os.open(home / _CLAIMED, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        with warnings.catch_warnings():  # that there are threads: none holds what is needed there
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            _begin(listener, home)
+        with contextlib.suppress(ChildProcessError):  # of scripts that let the kernel reap theirs
+            os.waitpid(child, 0)
     except FileExistsError:
-        os.close(listener)
-        return
-    with warnings.catch_warnings():  # that there are threads: none holds what is needed there
-        warnings.simplefilter("ignore")
-        child = os.fork()
-        if child == 0 and os.fork() == 0:
-            _serve(listener, home)
-    if child == 0:
-        os._exit(0)
-    os.close(listener)
-    os.waitpid(child, 0)
-
-
-def _serve(listener: int, home: Path) -> None:
-    """Until it is killed, with all that belong to the run."""
-    try:
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        _close_all_but(listener)
-        host, port = socket.socket(fileno=os.dup(listener)).getsockname()
-        store = sys.modules["torch.distributed"].TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
-        )
-        while store is not None:
-            signal.pause()
-    except BaseException as error:
-        (home / FAILED).write_text(f"{type(error).__name__}: {error}")
+        pass
+    except OSError as error:
+        _tell_failure(home, error)
     finally:
-        os._exit(1)
+        os.close(listener)  # so that nobody waits there if there is no store
+
+
+def _begin(listener: int, home: Path) -> NoReturn:
+    """In a child, which ends at once: it is its own child that goes on."""
+    try:
+        if os.fork() == 0:
+            _serve(listener)
+    except BaseException as error:
+        _tell_failure(home, error)
+    finally:
+        os._exit(0)
+
+
+def _serve(listener: int) -> None:
+    """Until it is killed, with all that belong to the run."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _close_all_but(listener)
+    with socket.socket(fileno=os.dup(listener)) as listening:
+        host, port = listening.getsockname()
+    store = sys.modules["torch.distributed"].TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+    )
+    while store is not None:
+        signal.pause()
+
+
+def _tell_failure(home: Path, error: BaseException) -> None:
+    (home / FAILED).write_text(f"{type(error).__name__}: {error}")
 
 
 def _close_all_but(kept: int) -> None:
