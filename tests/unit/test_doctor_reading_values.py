@@ -60,6 +60,11 @@ def found_in(folder: Path, text: str) -> set[str]:
 # --- what goes over into something that is made of a value
 
 CONFIG = """
+class Numbers(Dataset):
+    def __init__(self, given):
+        self.given = given
+settings = unknown()
+settings["rank"] = rank
 import somewhere
 from somewhere import IS_CHIEF
 class Config(dict):
@@ -82,6 +87,8 @@ DIFFERS = [
     "vars(args)['rank']",
     "Config(vars(args)).rank",
     "Trainer(rank, None).rank",
+    "Numbers(rank)",
+    "Numbers(unknown()[rank::world])",
     "[0, rank][1]",
     "rank == 0",
     "'a' if rank == 0 else 'b'",
@@ -95,6 +102,9 @@ UNKNOWN_WHETHER = [
     "unknown(rank).width",
     "unknown(rank).width()",
     "Trainer(rank, None).other",
+    "settings",
+    "Numbers(settings)",
+    "Numbers(settings if rank == 0 else unknown())",
     "unknown.is_main_process()",
     "unknown().is_global_zero",
     "unknown().is_master()",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from paceline.doctor.reading.calls import Calls
-from paceline.doctor.reading.flows import bounded, detached, labels_of
+from paceline.doctor.reading.flows import bounded, detached, doubted, labels_of
 from paceline.doctor.reading.values import Value
 
 __all__ = ["Assignments"]
@@ -111,7 +111,8 @@ class Assignments(Calls):
                 self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})
                 self.write(option.fields, str(key.default), value)
             else:
-                option.labels |= detached(labels_of((value, key))) | self.implied()
+                added = detached(labels_of((value, key))) | self.implied()
+                option.labels |= doubted(added) if isinstance(key.default, str) else added
                 if "gathered" in option.labels and "rank" in key.labels:
                     for part in (option, *(option.items or ())):
                         part.labels -= {"gathered"}

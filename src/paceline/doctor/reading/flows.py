@@ -27,6 +27,7 @@ __all__ = [
     "bounded",
     "carried",
     "detached",
+    "doubted",
     "joined",
     "labelled",
     "labels_of",
@@ -82,7 +83,7 @@ def carried(values: Iterable[Value]) -> frozenset[str]:
     for value in values:
         if value.kind in _OF_PARTS:
             held = [part for name, part in value.fields.items() if name != "__class__"]
-            found |= _doubted(labels_of([value, *held[:64]])) | (value.labels & {"escaped"})
+            found |= doubted(labels_of([value, *held[:64]])) | (value.labels & {"escaped"})
         else:
             found |= labels_of((value,))
     return found
@@ -93,11 +94,12 @@ def part_labels(value: Value) -> frozenset[str]:
     of which some part differs between ranks nobody knows whether it is this one."""
     labels = labels_of((value,))
     if value.kind in _OF_PARTS:
-        return _doubted(labels)
-    return labels if value.kind in _OF_ONE_PIECE else _doubted(labels, VARYING - {"data"})
+        return doubted(labels)
+    return labels if value.kind in _OF_ONE_PIECE else doubted(labels, VARYING - {"data"})
 
 
-def _doubted(labels: frozenset[str], which: frozenset[str] = VARYING) -> frozenset[str]:
+def doubted(labels: frozenset[str], which: frozenset[str] = VARYING) -> frozenset[str]:
+    """Of something with parts, of which some have these labels."""
     return labels - which | {"partly"} if labels & which else labels
 
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import Final
 
 from paceline.doctor.reading.effects import numbered
-from paceline.doctor.reading.flows import carried, labels_of
+from paceline.doctor.reading.flows import carried, doubted, labels_of
 from paceline.doctor.reading.knowledge import METHODS, Api, api
 from paceline.doctor.reading.machine import Class
 from paceline.doctor.reading.objects import bound, class_field, method_of
@@ -58,12 +58,12 @@ class Instances(Surroundings):
         else:
             self._without_init(cls, made, arguments, keywords)
         if kind in ("dataset", "stream", "sampler", "instance"):
-            given = carried([*arguments, *keywords.values()])
-            own = carried(v for name, v in made.fields.items() if name != "__class__")
-            labels = given | own
+            given = [*arguments, *keywords.values()]
+            own = [v for name, v in made.fields.items() if name != "__class__"]
             if kind == "instance":
-                made.labels |= given & {"rank", "partly"}
+                made.labels |= carried(given) & {"rank", "partly"}
             else:
+                labels = _held([*given, *own])
                 made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & _ORDERS)
         if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
             mark = len(self.trace.events)
@@ -111,6 +111,17 @@ class Instances(Surroundings):
         if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
             return self.known_method(owner, name, known, arguments, keywords, node)
         return Value(labels=carried([*arguments, *keywords.values()]))
+
+
+def _held(values: list[Value]) -> frozenset[str]:
+    """What a data set or sampler is made of. Something unknown that differs between ranks may be settings of any kind;
+    a number that is the rank's, or a share, is what deals out."""
+    found: frozenset[str] = frozenset()
+    for value in values:
+        labels = carried((value,))
+        sure = value.known is not None or "shard" in labels or value.kind not in ("unknown", "either")
+        found |= labels if sure else doubted(labels)
+    return found
 
 
 def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
