@@ -60,6 +60,11 @@ def found_in(folder: Path, text: str) -> set[str]:
 # --- what goes over into something that is made of a value
 
 CONFIG = """
+import dataclasses
+@dataclasses.dataclass
+class Settings:
+    seed: int = 0
+    width: int = 8
 class Numbers(Dataset):
     def __init__(self, given):
         self.given = given
@@ -87,6 +92,7 @@ DIFFERS = [
     "vars(args)['rank']",
     "Config(vars(args)).rank",
     "Trainer(rank, None).rank",
+    "dataclasses.replace(Settings(), seed=rank).seed",
     "Numbers(rank)",
     "Numbers(unknown()[rank::world])",
     "[0, rank][1]",
@@ -119,6 +125,7 @@ SAME = [
     "Config(vars(args)).width",
     "Config(vars(args)).deep",
     "dict(rank=rank, width=8)['width']",
+    "dataclasses.replace(Settings(), seed=rank).width",
     "[rank, 1][1]",
     "{k.lower(): os.environ[k] for k in ('RANK', 'WORLD_SIZE')}['world_size']",
     "nn.Linear(2, 2)",
@@ -462,6 +469,21 @@ def test_who_calls(how: str, tmp_path: Path) -> None:
     events = list(walked(tmp_path, CALLED[how]).trace.of("print"))
     assert [event.ranks for event in events] == [{0}]
     assert not events[0].everywhere
+
+
+TOLD = [
+    "logging.info('%s', rank)",
+    "logging.getLogger(__name__).warning('x', rank)",
+    "log.error(rank)",
+    "logger.info('{}', rank)",
+]
+
+
+@pytest.mark.parametrize("call", TOLD)
+def test_what_is_logged(call: str, tmp_path: Path) -> None:
+    before = "import logging\nfrom loguru import logger\nlog = logging.getLogger()\n"
+    (event,) = walked(tmp_path, before + call).trace.of("log")
+    assert any(value.varies for value in event.arguments.values())
 
 
 def test_what_a_text_calls(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import operator
 import os.path
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -248,6 +249,10 @@ class Builtins(Containers):
     ) -> Value:
         first = self.call(arguments[0], [], {}, node) if not arguments[0].is_none else Value()
         return Value("dict", frozenset({"open"}), fields={"*": first, **keywords})
+
+    def _builtin_dataclasses_replace(self, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+        value = arguments[0]
+        return replace(value, fields={**value.fields, **keywords})
 
     def _builtin_print(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         for argument in arguments:

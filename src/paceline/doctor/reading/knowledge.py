@@ -139,6 +139,7 @@ sklearn.model_selection.train_test_split split -
 safetensors.torch.save_file save - tensors filename
 pickle.dump save - obj file protocol
 wandb.log log - data step
+logging.getLogger - logger name
 mlflow.log_metric log - key value step
 urllib.request.urlretrieve download - url filename
 torch.hub.download_url_to_file download - url dst
@@ -179,6 +180,10 @@ _FUNCTIONS |= {
     f"{module}.{name}": Api("tracker", "writer" if name == "SummaryWriter" else "", given)
     for (module, name), given in TRACKERS.items()
 }
+
+_LEVELS = "debug info warning warn error critical exception success"
+_TOLD = Api("log", "", ("msg", *(f"given {index}" for index in range(8))))
+_FUNCTIONS |= {f"{module}.{level}": _TOLD for module in ("logging", "loguru.logger") for level in _LEVELS.split()}
 
 MEAN_LOSSES = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss binary_cross_entropy kl_div gaussian_nll_loss "
@@ -269,6 +274,7 @@ add_scalar log - tag scalar_value global_step
 start start -
 """),
 }
+METHODS["logger"] = dict.fromkeys(_LEVELS.split(), _TOLD)
 METHODS["ddp"] = METHODS["module"]
 METHODS["parameter"] = METHODS["tensor"] | {"requires_grad_": METHODS["module"]["requires_grad_"]}
 
