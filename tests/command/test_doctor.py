@@ -203,6 +203,16 @@ def test_a_clean_script_runs_with_its_arguments_and_leaves_no_file(place: Path) 
     assert set(place.iterdir()) == before
 
 
+def test_a_folder_that_no_scratch_folder_can_stand_for_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.doctor.watching.scratch._ENTRIES", 1)
+    assert main(["doctor", "clean.py"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "cannot run the script in a scratch folder: found more than 1 files in " in err.splitlines()[-1]
+
+
 def test_in_place_files_stay_and_what_ranks_print_is_shown_if_asked_for(place: Path) -> None:
     ended = run(place, "sick.py", "--in-place", "--verbose", "--format", "json", "--", "--steps", "2").check(1)
     assert {"save-on-all-ranks", "print-on-all-ranks"} <= ids(ended.out)
