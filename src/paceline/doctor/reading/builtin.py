@@ -63,37 +63,34 @@ class Builtins(Containers):
         """``None``: it is no such call."""
         short = "range" if name.endswith(".trange") else name.removeprefix("builtins.")
         labels = detached(labels_of([*arguments, *keywords.values()]))
-        first = arguments[0] if arguments else None
-        if name in _PER_PROCESS:
-            return Value("unknown", labels | {"clock"})
-        if name == "os.getcwd":
-            return Value("path", known=Known((str(Path.cwd()),)))
-        if name in _EXISTS:
-            return Value("unknown", labels | {"exists"})
-        if name in _CORES:
-            return Value("unknown", frozenset({"cores"}))
-        if name in _LISTING:
-            return Value("list", labels | {"listing", "some"}, items=[Value("path", labels | {"listing"})])
+        if (told := _told_by_name(name, labels)) is not None:
+            return told
         if short == "dict" and not arguments:
             return Value("dict", frozenset({"open"}) if "**" in keywords else frozenset(), fields=dict(keywords))
-        if first is None:
+        if not arguments:
             return self._without_arguments(short)
-        if (calculation := named(short.rpartition(".")[2])) is not None and len(arguments) == 2 and short in _OPERATORS:
-            return calculated(calculation, first, arguments[1])
-        if short == "min" and len(arguments) == 1 and first.items:
-            arguments = first.items  # `min([a, b])`
-        if short == "str" and (text := self.text_of(first, node)) is not first:
-            return text
+        if short in _OPERATORS and len(arguments) == 2 and (calculation := named(short.rpartition(".")[2])) is not None:
+            return calculated(calculation, arguments[0], arguments[1])
         if short in _FOLDED and short != "len" and not keywords:
-            known = combined(_FOLDED[short], *(a.known for a in arguments))
-            kind = "path" if short.startswith(("os.path.", "pathlib.")) else "scalar" if known else "unknown"
-            labels |= first.labels & FACTORS
-            if short == "min" and any(isinstance(limit.default, int) for limit in arguments):
-                labels -= {"cores"}  # there may be fewer, but not as many as there are cores
-            alone = len(arguments) == 1 or (known is None and short in ("max", "min"))
-            return Value(kind, labels, first.name if alone and kind != "path" else "", known)
+            return self._folded(short, arguments, labels, node)
         method = getattr(self, f"_builtin_{short.replace('.', '_')}", None)
         return method(arguments, keywords, node) if method is not None else None
+
+    def _folded(self, name: str, arguments: list[Value], labels: frozenset[str], node: ast.AST) -> Value:
+        """A function of numbers, texts or paths."""
+        first = arguments[0]
+        if name == "str" and (text := self.text_of(first, node)) is not first:
+            return text
+        if name == "min" and len(arguments) == 1 and first.items:
+            arguments = first.items  # `min([a, b])`
+        if name == "min" and any(isinstance(limit.default, int) for limit in arguments):
+            labels -= {"cores"}  # there may be fewer, but not as many as there are cores
+        labels |= first.labels & FACTORS
+        known = combined(_FOLDED[name], *(argument.known for argument in arguments))
+        if name.startswith(("os.path.", "pathlib.")):
+            return Value("path", labels, known=known)
+        alone = len(arguments) == 1 or (known is None and name in ("max", "min"))
+        return Value("scalar" if known else "unknown", labels, first.name if alone else "", known)
 
     def _without_arguments(self, name: str) -> Value | None:
         match name:
@@ -309,3 +306,18 @@ def _freshened(value: Value, *, remove: set[str], add: set[str] | None = None) -
         code=value.code,
         length=value.length,
     )
+
+
+def _told_by_name(name: str, labels: frozenset[str]) -> Value | None:
+    """What the machine tells about itself."""
+    if name in _PER_PROCESS:
+        return Value("unknown", labels | {"clock"})
+    if name in _EXISTS:
+        return Value("unknown", labels | {"exists"})
+    if name in _CORES:
+        return Value("unknown", frozenset({"cores"}))
+    if name in _LISTING:
+        return Value("list", labels | {"listing", "some"}, items=[Value("path", labels | {"listing"})])
+    if name == "os.getcwd":
+        return Value("path", known=Known((str(Path.cwd()),)))
+    return None

@@ -116,16 +116,8 @@ class Objects(Expressions):
             return value.fields[name]
         if value.kind == "dict" and (any_one := value.fields.get("*")) is not None and key.kind != "slice":
             return any_one
-        if value.kind == "module" and isinstance(key.only, int | str) and str(key.only) in value.fields:
-            held = value.fields[str(key.only)]
-            self.on_read(value, str(key.only))
-            return held
         if value.kind == "module":
-            for name in value.fields:
-                self.on_read(value, name, sure=False)
-            if self.inside:
-                self.event("choose", node, subject=value, arguments={"key": key})
-            return joined(submodules(value)) if any(True for _ in submodules(value)) else Value("module")
+            return self._submodule(value, key, node)
         if key.kind == "slice":
             return self._sliced(value, key)
         if value.items is not None and "some" not in value.labels and key.known is not None:
@@ -138,20 +130,34 @@ class Objects(Expressions):
                 return chosen
         if value.items:
             return labelled(joined(value.items), labels_of((Value(labels=value.labels), key)))
+        return self._unknown_item(value, key)
+
+    def _submodule(self, value: Value, key: Value, node: ast.AST) -> Value:
+        name = str(key.only)
+        if isinstance(key.only, int | str) and name in value.fields:
+            self.on_read(value, name)
+            return value.fields[name]
+        for field in value.fields:
+            self.on_read(value, field, sure=False)
+        if self.inside:
+            self.event("choose", node, subject=value, arguments={"key": key})
+        return joined(submodules(value)) if submodules(value) else Value("module")
+
+    def _unknown_item(self, value: Value, key: Value) -> Value:
+        """Of a tensor, or of whatever is not known element by element."""
+        if "size" in value.labels and "of" in value.fields and key.only == 0:
+            return Value("scalar", value.labels, known=value.fields["of"].length)
         labels = part_labels(value) if isinstance(key.default, str) else labels_of((value,))
         labels |= labels_of((key,))
         if value.kind in ("tensor", "list") and "rank" in key.labels:
             labels |= {"data", "shard"}
         if key.name == "mask":
             labels |= {"own-size"}
-        if "size" in value.labels and "of" in value.fields and key.only == 0:
-            return Value("scalar", value.labels, known=value.fields["of"].length)
-        kind = value.kind if value.kind in ("tensor", "parameter", "batch") else "unknown"
-        length = key.length if kind == "tensor" else None
-        if kind == "tensor" and key.kind == "tensor" and key.name != "mask":
+        elif value.kind == key.kind == "tensor":
             labels = labels - {"own-size"} | (key.labels & {"own-size"})  # it is as long as the index
+        kind = "tensor" if value.kind == "batch" else value.kind if value.kind in ("tensor", "parameter") else "unknown"
         name = value.name if value.name == "sample" else ""
-        return Value("tensor" if kind == "batch" else kind, labels, name, length=length)
+        return Value(kind, labels, name, length=key.length if kind == "tensor" else None)
 
     def _by_index(self, value: Value, key: Value) -> Value | None:
         """Of a list whose elements are known exactly, by an index that differs between ranks or iterations."""
