@@ -355,6 +355,19 @@ def test_lengths(expression: str, tmp_path: Path) -> None:
     assert length.only == LENGTHS[expression]
 
 
+@pytest.mark.parametrize(
+    "expression",
+    ["torch.ones('abc')", "torch.zeros(2.5)", "DataLoader(Rows(), batch_size=0.5)", "torch.arange(0, 1, 0.1)"],
+)
+def test_what_is_no_length(expression: str, tmp_path: Path) -> None:
+    assert value_of(tmp_path, expression, ROWS).length is None
+
+
+def test_what_pathlib_writes_is_saved(tmp_path: Path) -> None:
+    (event,) = walked(tmp_path, "from pathlib import Path\n(Path('out') / 'm.json').write_text('x')").trace.of("save")
+    assert event.arguments["f"].only == "out/m.json"
+
+
 ORDERED = {
     "{'a', 'b'}": False,
     "'a' in {'a', 'b'}": False,

@@ -156,6 +156,9 @@ class Calls(Instances):
             self.event("set_epoch", node, subject=receiver, arguments={"epoch": arguments[0]} if arguments else given)
         elif name in ("glob", "iterdir", "rglob") and receiver.kind != "tensor":
             return Value("list", receiver.labels | {"listing", "some"}, items=[Value("path")])
+        elif name in ("write_text", "write_bytes") and receiver.kind == "path" and given:
+            written = {"obj": next(iter(given.values())), "f": receiver}
+            self.event("save", node, name=name, subject=receiver, arguments=written)
         elif name == "save_pretrained":
             self.event(
                 "save",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import math
+import operator
 from dataclasses import replace
 from typing import Final
 
@@ -398,7 +398,7 @@ def _length_of(parent: str, name: str, arguments: list[Value]) -> Known | None:
         return combined(lambda *parts: len(range(*parts)), *bounds)
     if parent in ("torch", "numpy") and name in _SIZED:
         shape = next((a for a in arguments if a.items), first) if name == "randint" else first
-        return shape.items[0].known if shape.items else shape.known
+        return combined(operator.index, shape.items[0].known if shape.items else shape.known)
     made_of = first.kind == "tensor" or name in ("tensor", "as_tensor", "stack", "from_numpy")
     return first.length if made_of and name not in ("cat", "concat", "unique") else None
 
@@ -406,7 +406,7 @@ def _length_of(parent: str, name: str, arguments: list[Value]) -> Known | None:
 def _batches(count: Known | None, arguments: dict[str, Value]) -> Known | None:
     size = arguments["batch_size"].known if "batch_size" in arguments else Known((1,))
     drop = arguments.get("drop_last", NONE).default is True
-    return combined(lambda n, b: n // b if drop else math.ceil(n / b), count, size)
+    return combined(lambda n, b: n // operator.index(b) if drop else -(-n // operator.index(b)), count, size)
 
 
 def _chunks(length: int, parts: int) -> int:
