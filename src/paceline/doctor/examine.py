@@ -60,7 +60,7 @@ def examine(
         tell: is told how far the run is, whenever that changes.
 
     Raises:
-        UsageError: a script that cannot be opened, or an unknown rule.
+        UsageError: a script that cannot be opened, an unknown rule; or it cannot be run here, and reading found nothing.
     """
     for name in (*select, *ignore):
         rule(name)
@@ -69,7 +69,9 @@ def examine(
         return Examination(findings=(), notes=was_read.notes, cannot="; ".join(was_read.notes))
     try:
         watched = watch(script, arguments, limits, tell=tell) if limits is not None else Watched()
-    except UsageError as error:  # it cannot be run here, which is no reason to say nothing of it
+    except UsageError as error:
+        if not was_read.findings:
+            raise
         watched = Watched(notes=(str(error),), cannot=str(error))
     found = (*was_read.findings, *watched.findings)
     files = dict.fromkeys([str(script), *(finding.path for finding in found)])
