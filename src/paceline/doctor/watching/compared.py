@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
-from paceline.doctor.watching.records import Account, Place, Record, Run
+from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.steps import (
     Gap,
     Step,
@@ -194,40 +194,94 @@ def _how(step: Step, gap: Gap) -> str:
 
 
 def _share(difference: float) -> str:
-    """
+    """As it is told of something relative.
+
     >>> _share(0.314), _share(float("inf"))
     ('31 %', 'beyond measure')
     """
     return f"{100 * difference:.2g} %" if difference < 100 else "beyond measure"
 
 
-def _is_factor(gap: Gap) -> bool:
-    return gap.rest < _FACTOR and gap.ratio > 0 and abs(gap.ratio - 1) > _FACTOR
+def _is_factor(gap: Gap, expected: float | None = None) -> bool:
+    """Whether the gradient of the ranks is a multiple of that of one worker: so many times it, or anything but once."""
+    if gap.rest >= _FACTOR or gap.ratio <= 0:
+        return False
+    return abs(gap.ratio - 1) > _FACTOR if expected is None else abs(gap.ratio / expected - 1) < _FACTOR
 
 
 def _shown(several: Run, alone: Run, step: Step, gap: Gap) -> Iterator[Shown]:
     how = _how(step, gap)
     if gap.among > tolerance(step):
         yield Shown(ids=_OWN_GRADIENTS, evidence=how)
-    elif _is_factor(gap):
-        world = several.world
-        factor = _factor_of_ranks(several, alone, step, world)
-        if factor is not None and min(abs(gap.ratio - world), abs(gap.ratio - 1 / world) * world) < _FACTOR * world:
-            message = (
-                f"the loss is {factor[0]} by {world}, the number of ranks, and DDP takes the mean over them itself"
-            )
-            yield Shown(ids=("loss-scaled-by-world-size",), evidence=how, place=factor[1], message=message)
-        else:
-            yield Shown(ids=_ONCE_TOO_OFTEN, evidence=how)
-    elif (counts := _weights_of_ranks(several, alone, step)) is not None:
-        told = " and ".join(f"{n:g}" for n in counts)
-        backward = _backwards(several.accounts[0], step.number)[0]
-        losses = ", ".join(f"{sum(record['losses']):.6g}" for record in step.ranks)
-        proof = f"weighed by {told}, the ranks' losses of {losses} make up that of one worker, {step.losses[1]:.6g}"
-        message = "each rank takes a mean over its own number of samples or tokens, and DDP counts these means alike"
-        yield Shown(ids=("unequal-weight-average",), evidence=f"{how}; {proof}", place=backward.place, message=message)
+    elif (proof := _scaled(several, alone, step, gap) or _unequal(several, alone, step, how)) is not None:
+        yield proof
+    elif _is_factor(gap, several.world) or _is_factor(gap, 1 / several.world):
+        yield Shown(ids=_ONCE_TOO_OFTEN, evidence=how)
     else:
         yield Shown(ids=_OTHER_WEIGHTS, evidence=how)
+
+
+def _scaled(several: Run, alone: Run, step: Step, gap: Gap) -> Shown | None:
+    """The loss is scaled by the number of ranks: by that in one run, by one in the other, and so are the gradients."""
+    world = several.world
+    pairs = zip(_roots(several.accounts[0], step.number), _roots(alone.accounts[0], step.number), strict=False)
+    for own, other in pairs:
+        for (name, value), (same, by_one) in zip(own, other, strict=False):
+            expected = {"MulBackward0": float(world), "DivBackward0": 1 / world}.get(name)
+            if name == same and expected and (value, by_one) == (world, 1) and _is_factor(gap, expected):
+                message = (
+                    f"the loss is {_FACTORS[name]} by {world}, the number of ranks, and DDP takes their mean itself"
+                )
+                place = _backwards(several.accounts[0], step.number)[0].place
+                return Shown(ids=("loss-scaled-by-world-size",), evidence=_how(step, gap), place=place, message=message)
+    return None
+
+
+def _unequal(several: Run, alone: Run, step: Step, how: str) -> Shown | None:
+    """The ranks took means over different counts: weighed by these, their losses make up that of one worker."""
+    if (counts := _counts_of_ranks(several, alone, step)) is None:
+        return None
+    weights = " and ".join(f"{n:g}" for n in counts)
+    losses = ", ".join(f"{sum(record['losses']):.6g}" for record in step.ranks)
+    proof = f"weighed by {weights}, the ranks' losses of {losses} make up that of one worker, {step.losses[1]:.6g}"
+    return Shown(
+        ids=("unequal-weight-average",),
+        evidence=f"{how}; {proof}",
+        place=_backwards(several.accounts[0], step.number)[0].place,
+        message="each rank takes a mean over its own number of samples or tokens, and DDP counts these means alike",
+    )
+
+
+def _counts_of_ranks(several: Run, alone: Run, step: Step) -> list[float] | None:
+    """The counts over which the ranks took their means, if by these the ranks' losses make up that of one worker."""
+    each = [_roots(account, step.number) for account in several.accounts]
+    one = _roots(alone.accounts[0], step.number)
+    if any(len(own) != 1 for own in (*each, one)):
+        return None
+    losses = [float(sum(record["losses"])) for record in step.ranks]
+    for nodes in zip(*(own[0] for own in (*each, one)), strict=False):
+        *counts, whole = (value for _, value in nodes)
+        if None in (*counts, whole) or len(set(counts)) < 2 or sum(counts) != whole:
+            continue
+        made = math.fsum(n * loss for n, loss in zip(counts, losses, strict=True)) / whole
+        if abs(made - step.losses[1]) <= _SAME * max(abs(made), abs(step.losses[1])):
+            return [float(n) for n in counts]
+    return None
+
+
+def _divided_by_a_fixed_number(several: Run, alone: Run, step: Step, gap: Gap) -> str | None:
+    """A batch size that the script was told, which does not know that one worker is given the samples of all ranks."""
+    if not _is_factor(gap, 1 / several.world):
+        return None
+    pairs = zip(_roots(several.accounts[0], step.number), _roots(alone.accounts[0], step.number), strict=False)
+    for own, other in pairs:
+        for (name, value), alike in zip(own, other, strict=False):
+            if name in _FACTORS and value not in (None, 1) and [name, value] == alike:
+                return (
+                    f"the loss is {_FACTORS[name]} by a fixed number, {value:g}, which may be the size of a rank's "
+                    "batch: one worker with the samples of all ranks would need another one"
+                )
+    return None
 
 
 def _backwards(account: Account, number: int) -> list[Record]:
@@ -243,46 +297,3 @@ def _backwards(account: Account, number: int) -> list[Record]:
 
 def _roots(account: Account, number: int) -> list[list[list[Any]]]:
     return [root for record in _backwards(account, number) for root in record["roots"] or ()]
-
-
-def _factor_of_ranks(several: Run, alone: Run, step: Step, world: int) -> tuple[str, Place | None] | None:
-    """How the loss is scaled by the number of ranks, and where: by that, and in the other run by one."""
-    with_ranks, with_one = _roots(several.accounts[0], step.number), _roots(alone.accounts[0], step.number)
-    place = next((r.place for r in _backwards(several.accounts[0], step.number)), None)
-    for own, other in zip(with_ranks, with_one, strict=False):
-        for (name, value), (same, by_one) in zip(own, other, strict=False):
-            if name == same and name in _FACTORS and (value, by_one) == (world, 1):
-                return _FACTORS[name], place
-    return None
-
-
-def _divided_by_a_fixed_number(several: Run, alone: Run, step: Step, gap: Gap) -> str | None:
-    """A batch size that the script was told, which does not know that one worker is given the samples of all ranks."""
-    if not _is_factor(gap) or abs(gap.ratio * several.world - 1) > _FACTOR:
-        return None
-    pairs = zip(_roots(several.accounts[0], step.number), _roots(alone.accounts[0], step.number), strict=False)
-    for own, other in pairs:
-        for (name, value), alike in zip(own, other, strict=False):
-            if name in _FACTORS and value not in (None, 1) and [name, value] == alike:
-                return (
-                    f"the loss is {_FACTORS[name]} by a fixed number, {value:g}, which may be the size of a rank's "
-                    "batch: one worker with the samples of all ranks would need another one"
-                )
-    return None
-
-
-def _weights_of_ranks(several: Run, alone: Run, step: Step) -> list[float] | None:
-    """The counts over which the ranks took their means, if by these the ranks' losses make up that of one worker."""
-    each = [_roots(account, step.number) for account in several.accounts]
-    one = _roots(alone.accounts[0], step.number)
-    if any(len(own) != 1 for own in (*each, one)):
-        return None
-    losses = [float(sum(record["losses"])) for record in step.ranks]
-    for nodes in zip(*(own[0] for own in (*each, one)), strict=False):
-        *counts, whole = (value for _, value in nodes)
-        if None in (*counts, whole) or len(set(counts)) < 2 or sum(counts) != whole:
-            continue
-        made = math.fsum(n * loss for n, loss in zip(counts, losses, strict=True)) / whole
-        if abs(made - step.losses[1]) <= _SAME * max(abs(made), abs(step.losses[1])):
-            return [float(n) for n in counts]
-    return None
