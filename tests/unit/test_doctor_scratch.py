@@ -110,7 +110,10 @@ def test_sources_are_copied_however_many_small_files_come_before_them(
 ) -> None:
     monkeypatch.setattr(scratch, "_COPIED_BYTES", 10)
     (project / "a.txt").write_text("more than ten bytes")
+    (project / "env").mkdir()
+    (project / "env" / "pyvenv.cfg").touch()
     now = placed(tmp_path, project).within(project)
+    assert (now / "env").is_symlink()
     assert (now / "a.txt").is_symlink() and not (now / "train.py").is_symlink()
 
 

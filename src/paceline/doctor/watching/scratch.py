@@ -32,7 +32,8 @@ _FLAT = 1_000
 _AS_THEY_ARE = frozenset(
     {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache"}
 )
-"""Folders that are large, and nothing that a training script writes to."""
+"""Folders that are large, and nothing that a training script writes to; as are those that hold one of `_INSTALLED`."""
+_INSTALLED = ("pyvenv.cfg", "conda-meta")
 _MACHINE = frozenset({"/proc", "/sys", "/dev", "/run"})
 
 _CACHES = ("huggingface", "matplotlib", "torch")
@@ -131,7 +132,17 @@ class Scratch:
         """Rebuilds the folders in which libraries keep what they have downloaded or made."""
         if self.in_place:
             return
-        cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve()
+        home = environ.get("HOME")
+        if cache := environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else None):
+            self._variables["XDG_CACHE_HOME"] = str(self._place_cache(Path(cache).resolve()))
+        for name in _OTHER_CACHES:
+            folder = Path(environ.get(name, ""))
+            if folder.is_absolute():
+                if folder.is_dir():
+                    self.place(folder)
+                self._variables[name] = self.translated(str(folder))
+
+    def _place_cache(self, cache: Path) -> Path:
         ours = self._new_place(cache)
         ours.mkdir()
         for entry in _entries(cache, _FLAT) or ():
@@ -140,13 +151,7 @@ class Scratch:
             else:
                 (ours / entry.name).symlink_to(entry.path)
         self.moved[str(ours)] = str(cache)
-        self._variables["XDG_CACHE_HOME"] = str(ours)
-        for name in _OTHER_CACHES:
-            folder = Path(environ.get(name, ""))
-            if folder.is_absolute():
-                if folder.is_dir():
-                    self.place(folder)
-                self._variables[name] = self.translated(str(folder))
+        return ours
 
     def within(self, path: Path) -> Path:
         """Where ``path`` is now."""
@@ -256,6 +261,8 @@ class Scratch:
     def _is_to_be_rebuilt(self, real: Path, root: Path) -> bool:
         """Whether it is a folder that is to be looked into."""
         if not real.is_dir() or real.name in _AS_THEY_ARE or str(real) in _MACHINE:
+            return False
+        if any((real / name).exists() for name in _INSTALLED):
             return False
         return real != self.home and not root.is_relative_to(real) and real not in self._rebuilt
 
