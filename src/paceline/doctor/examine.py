@@ -60,7 +60,7 @@ def examine(
         tell: is told how far the run is, whenever that changes.
 
     Raises:
-        UsageError: a script that cannot be opened, an unknown rule; or it cannot be run here, and reading found nothing.
+        UsageError: a script that cannot be opened, an unknown rule; or it cannot be run here and reading found nothing.
     """
     for name in (*select, *ignore):
         rule(name)
