@@ -137,7 +137,7 @@ def rank_dependent_graph(trace: Trace) -> Iterator[Found]:
 
 
 def _differs(condition: Condition) -> bool:
-    return differs(condition.value) and ("rank" in condition.value.labels or local(condition))
+    return ("rank" in condition.value.labels and differs(condition.value)) or local(condition)
 
 
 @rule_check("model-differs-across-ranks")

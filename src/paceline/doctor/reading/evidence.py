@@ -106,7 +106,8 @@ def local(condition: Condition) -> bool:
     """Whether it depends on what one rank sees, other than its number."""
     value = condition.value
     by_number = value.known is not None and value.known.loop is None
-    if by_number or not differs(value):
+    of_its_batches = value.varies and "shard" in value.labels
+    if by_number or not (of_its_batches or differs(value)):
         return False
     return bool(value.labels & {"data", "rng", "clock", "eval"})
 
