@@ -414,6 +414,14 @@ def test_a_stream_is_the_same_if_its_samples_are_or_their_order_is(ranks: Ranks,
     assert ids(ranks.found(checks_data.iterable_not_sharded)) == ["iterable-not-sharded"] * wrong
 
 
+def test_the_function_that_seeds_workers_is_where_reading_may_tell_it(ranks: Ranks) -> None:
+    """One mistake, one finding: that of the run takes the place of the one that was read in these lines."""
+    ranks.tell("loader", loader=0, workers=1, seeding=[str(ranks.path), 2, 4])
+    ranks.tell("draw", {"seed": 7}, {"seed": 8}, child=1, generator="numpy", state="same", where="fetch", fetch=1)
+    (finding,) = ranks.found(checks_random.worker_seed_identical)
+    assert finding.also == tuple((str(ranks.path), line) for line in (2, 3, 4))
+
+
 # --- models
 
 

@@ -105,6 +105,7 @@ def missing_set_epoch(run: Run) -> Iterator[Finding]:
                 "the loader is iterated again and gives the same order: its sampler's set_epoch was "
                 + ("called with the same epoch each time" if number in called else "never called"),
                 f"{len(full)} epochs on rank 0, each of them beginning with samples {full[0].indices[:6]}",
+                also=[those[0].loader.place, sampler.place],
             )
 
 
@@ -181,6 +182,7 @@ def _stream(those: list[Pass]) -> Iterator[Finding]:
             those[0].loader.place,
             f"each rank reads the whole stream of {those[0].loader['dataset']}",
             f"{len(common)} of {len(sets[0])} samples that rank 0 saw in its first pass were seen by every rank",
+            also=[those[0].begin.place],
         )
     elif all(one.loader["workers"] > 1 and _repeats(one.rows, one.loader["workers"]) for one in those):
         yield from found(
@@ -188,6 +190,7 @@ def _stream(those: list[Pass]) -> Iterator[Finding]:
             those[0].loader.place,
             f"each loader worker reads the whole stream of {those[0].loader['dataset']}",
             f"each sample came {those[0].loader['workers']} times on rank 0, once from each loader worker",
+            also=[those[0].begin.place],
         )
 
 
@@ -216,6 +219,7 @@ def _unsharded(those: list[Pass]) -> Iterator[Finding]:
         "every rank draws from the whole dataset",
         f"in the first epoch {len(common)} of the {len(sets[0])} samples that rank 0 trained on "
         f"were trained on by every other rank too; the dataset has {those[0].loader['size']}",
+        also=[those[0].begin.place],
     )
 
 
@@ -330,6 +334,7 @@ def eval_padded_duplicates(run: Run) -> Iterator[Finding]:
                 "this DistributedSampler repeats samples, and an evaluation counts them twice",
                 f"{sampler['size']} samples over {sampler['replicas']} ranks: "
                 f"{sampler['total']} were evaluated, {extra} of them a second time",
+                also=[one.begin.place, one.loader.place],
             )
             return
 

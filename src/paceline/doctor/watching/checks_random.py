@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.evidence import found, ranks
-from paceline.doctor.watching.records import Record, Run
+from paceline.doctor.watching.records import Place, Record, Run
 
 __all__ = ["CHECKS"]
 
@@ -21,7 +21,10 @@ def worker_seed_identical(run: Run) -> Iterator[Finding]:
     alike: dict[tuple[str, str], list[Record]] = {}
     for record in firsts.values():
         alike.setdefault((record["generator"], record["state"]), []).append(record)
-    place = next((r.place for r in run.accounts[0].of("loader") if r["workers"]), None)
+    loader = next((r for r in run.accounts[0].of("loader") if r["workers"]), None)
+    place = loader.place if loader is not None else None
+    path, first_line, last_line = (loader["seeding"] if loader is not None else None) or ("", 0, -1)
+    seeding = [Place(path, line) for line in range(first_line, last_line + 1)]
     reseeded = next((those for those in alike.values() if len({r["seed"] for r in those}) > 1), None)
     shared = next((those for those in alike.values() if len({r.rank for r in those}) == run.world > 1), None)
     if reseeded is not None:
@@ -32,6 +35,7 @@ def worker_seed_identical(run: Run) -> Iterator[Finding]:
             f"loader workers draw the same numbers from {generator}",
             f"torch had seeded {len(reseeded)} workers of {ranks({r.rank for r in reseeded})} differently, "
             f"and all of them began with {generator}'s generator in the same state",
+            also=seeding,
         )
     elif shared is not None:
         yield from found(
@@ -40,6 +44,7 @@ def worker_seed_identical(run: Run) -> Iterator[Finding]:
             f"loader workers of all ranks draw the same numbers from {shared[0]['generator']}",
             f"{ranks({r.rank for r in shared})} were seeded alike, and so are their loader workers",
             severity="advice",
+            also=[*seeding, *_seeded(run)],
         )
 
 
@@ -59,7 +64,13 @@ def rng_identical_across_ranks(run: Run) -> Iterator[Finding]:
             f"{what} draw the same random numbers on every rank",
             f"{ranks(range(run.world))}: {first['generator']}'s generator was in the same state before "
             f"{len(same)} of {len(draws[0])} draws that were looked at",
+            also=_seeded(run),
         )
+
+
+def _seeded(run: Run) -> list[Place]:
+    """The lines from which rank 0 seeded torch."""
+    return [place for record in run.accounts[0].of("seed") for place in record.places]
 
 
 CHECKS = (worker_seed_identical, rng_identical_across_ranks)

@@ -45,7 +45,8 @@ KINDS: dict[str, str] = {
     "sampler": "a DistributedSampler is made: sampler, seed, shuffle, replicas, size, total",
     "set-epoch": "set_epoch of a sampler: sampler, epoch",
     "loader": "a DataLoader is made: loader, dataset, size, batch, batches, workers, persistent, iterable, sampler, "
-    "drawn_by (the kind of its sampler)",
+    "drawn_by (the kind of its sampler), seeding (path and lines of its worker_init_fn)",
+    "seed": "torch is seeded",
     "pass": "a loader is iterated anew: loader, number, epoch (the dataset's), grad",
     "batch": "a loader gives a batch: loader, number (of the pass), indices, rows (a digest of each sample)",
     "pass-end": "the loader has no more: loader, number, batches",

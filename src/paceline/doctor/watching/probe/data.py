@@ -6,12 +6,14 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Generator
+from types import CodeType
 from typing import Any
 
 import torch
 
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
+from paceline.doctor.watching.probe.recorder import Recorder
 
 __all__ = ["TABLE"]
 
@@ -103,6 +105,7 @@ def _loader_made(call: Call) -> Generator[None, Any, None]:
         batch=loader.batch_size,
         workers=loader.num_workers,
         persistent=loader.persistent_workers,
+        seeding=_written_at(call.recorder, loader.worker_init_fn),
         iterable=iterable,
         sampler=_samplers.known(sampler) if sampler is not None else None,
         drawn_by=type(sampler).__name__,
@@ -181,6 +184,21 @@ def _worker_begun(call: Call) -> Generator[None, Any, None]:
     yield
 
 
+def _written_at(recorder: Recorder, function: Any) -> tuple[str, int, int] | None:
+    """Where the user has written a function, maybe with arguments bound to it: its first and last line."""
+    code: CodeType | None = getattr(getattr(function, "func", function), "__code__", None)
+    path = recorder.users_path(code.co_filename) if code is not None else None
+    if code is None or path is None:
+        return None
+    return path, code.co_firstlineno, max(line or 0 for *_, line in code.co_lines())
+
+
+def _seeded(call: Call) -> Generator[None, Any, None]:
+    if call.recorder.called_by_user():
+        call.recorder.tell("seed")
+    yield
+
+
 def _length(sized: Any) -> int | None:
     try:
         return len(sized)
@@ -198,6 +216,7 @@ def _plain(index: Any) -> list[int] | None:
 
 _DATA, _LOADER = "torch.utils.data", "torch.utils.data.dataloader"
 TABLE = (
+    Hooked("torch", "manual_seed", _seeded),
     Hooked("torch.utils.data.dataset", "Subset.__init__", _subset_made),
     Hooked("torch.utils.data.distributed", "DistributedSampler.__init__", _sampler_made),
     Hooked("torch.utils.data.distributed", "DistributedSampler.set_epoch", _epoch_set),
