@@ -51,6 +51,9 @@ class Arithmetic(Machine):
             self.event("buffer", node, name=value.name, subject=value, arguments={"value": given})
         elif value.kind == "grad":
             self.event("grad", node, subject=value, arguments={"value": made})
+        elif value.kind == "parameter":
+            self.event("weights", node, subject=value, arguments={"value": Value(labels=added)})
+            value.labels |= added - VARYING | ({"drawn"} if added & VARYING else frozenset())
         else:
             value.labels = (value.labels | added) - _undone(value.labels, made.labels)
 

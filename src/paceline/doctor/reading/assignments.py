@@ -26,8 +26,10 @@ class Assignments(Calls):
     def _do_augassign(self, node: ast.AugAssign) -> None:
         old, value = self.evaluate(node.target), self.evaluate(node.value)
         made = self.binary(old, node.op, value, node)
-        if old.kind in ("tensor", "buffer", "grad"):
+        if old.kind in ("tensor", "buffer", "grad", "parameter"):
             self.changed_in_place(old, made, node)
+            if isinstance(node.target, ast.Subscript):
+                self.assign(node.target, made)  # a part of a tensor is that tensor's
             return
         if old.items is not None and isinstance(node.op, ast.Add):
             old.labels |= labels_of((value,)) | self.implied() | (made.labels & {"some"})
@@ -107,6 +109,8 @@ class Assignments(Calls):
         for option in owner.each():
             if option.kind in ("dict", "namespace") and isinstance(name := key.only, str):
                 self.write(option.fields, name, value)
+            elif option.kind == "parameter":
+                self.changed_in_place(option, value, node)
             elif option.kind == "module":
                 self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})
                 self.write(option.fields, str(key.default), value)

@@ -22,7 +22,17 @@ _DRAWS: Final = words(
 _FILLED: Final = ("tensor", "tensors", "tensor_list", "output_tensor", "object_list", "output", "gather_list")
 """Of collectives: what holds the same on all ranks afterwards."""
 _SIZED: Final = _DRAWS | words("zeros ones empty full")
-_KEEP_LENGTH: Final = words("clone detach float long cpu contiguous double half square abs int")
+_DRAWS_INTO: Final = words("uniform_ normal_ bernoulli_ random_ exponential_ log_normal_ cauchy_ geometric_")
+_FIXED: Final = words("zeros_ ones_ constant_ eye_ dirac_")
+_ELEMENTWISE: Final = words(
+    "clone detach float double half bfloat16 long int bool cpu contiguous type_as square abs neg sqrt exp log sin cos "
+    "tan tanh relu sigmoid sign floor ceil round clamp clip masked_fill logical_not softmax log_softmax pin_memory"
+)
+_BY_DIMENSION: Final = words(
+    "sum mean prod std var norm max min amax amin argmax argmin all any unsqueeze squeeze flip flatten cumsum sort "
+    "argsort topk softmax log_softmax"
+)
+"""As long as before, along any dimension but the first."""
 
 
 class Effects(Builtins):
@@ -251,9 +261,12 @@ class Effects(Builtins):
         if (calculation := named(last)) is not None and len(operands) >= 2:
             return self._calculated(calculation, last, operands, node)
         labels = computed(last, operands)
+        if parent == "torch.nn.init" and positional:
+            drawn = self._drawn_from(keywords) if last not in _FIXED else frozenset()
+            self.changed_in_place(positional[0], Value(labels=labels | drawn), node)
+            return positional[0]
         if last in _DRAWS and parent == "torch":
-            generator = keywords.get("generator")
-            labels |= generator.labels & VARYING if generator is not None else self.seeds.get("torch", frozenset())
+            labels |= self._drawn_from(keywords)
         elif parent in ("numpy.random", "random"):
             stream = "numpy" if parent.startswith("numpy") else "python"
             return Value("unknown", labels | self.seeds[stream], name)
@@ -283,6 +296,8 @@ class Effects(Builtins):
         if not is_tensor:
             labels |= carried(operands[1:]) | speaks_of_ranks(name)
             labels |= {"exists"} if name in ("exists", "is_file", "is_dir") else frozenset()
+        if name in _DRAWS_INTO:
+            labels |= self._drawn_from(keywords)
         if name.endswith("_") and not name.startswith("_") and (is_tensor or value.kind == "unknown"):
             if value.kind != "grad" or name not in ("zero_", "detach_", "requires_grad_"):
                 self.changed_in_place(value, Value(labels=detached(labels)), node)
@@ -294,7 +309,14 @@ class Effects(Builtins):
             parts = combined(count, value.length, arguments[0].known)
             return Value("list", labels | {"some"}, items=[Value("tensor", labels_of((value,)))], length=parts)
         kind = "tensor" if value.kind in TENSORS else "unknown"
-        return Value(kind, labels, length=value.length if name in _KEEP_LENGTH else None)
+        along = arguments[0].default if arguments else keywords.get("dim", NONE).default
+        keeps = name in _ELEMENTWISE or (name in _BY_DIMENSION and isinstance(along, int) and along > 0)
+        return Value(kind, labels, length=value.length if keeps else None)
+
+    def _drawn_from(self, keywords: dict[str, Value]) -> frozenset[str]:
+        """Of random numbers: by the generator that they are asked from."""
+        generator = keywords.get("generator")
+        return self.seeds.get("torch", frozenset()) if generator is None else generator.labels & VARYING
 
     def _size(self, value: Value, name: str, arguments: list[Value]) -> Value:
         where = arguments[0].default if arguments else UNKNOWN
@@ -396,6 +418,8 @@ def _length_of(parent: str, name: str, arguments: list[Value]) -> Known | None:
     if parent in ("torch", "numpy") and name == "arange":
         bounds = [bound.known for bound in arguments[:3]]
         return combined(lambda *parts: len(range(*parts)), *bounds)
+    if parent in ("torch", "numpy") and name in ("linspace", "logspace"):
+        return combined(operator.index, arguments[2].known) if len(arguments) > 2 else None
     if parent in ("torch", "numpy") and name in _SIZED:
         shape = next((a for a in arguments if a.items), first) if name == "randint" else first
         return combined(operator.index, shape.items[0].known if shape.items else shape.known)

@@ -140,6 +140,7 @@ safetensors.torch.save_file save - tensors filename
 pickle.dump save - obj file protocol
 wandb.log log - data step
 logging.getLogger - logger name
+logging.basicConfig logging -
 mlflow.log_metric log - key value step
 urllib.request.urlretrieve download - url filename
 torch.hub.download_url_to_file download - url dst
@@ -274,7 +275,7 @@ add_scalar log - tag scalar_value global_step
 start start -
 """),
 }
-METHODS["logger"] = dict.fromkeys(_LEVELS.split(), _TOLD)
+METHODS["logger"] = {**dict.fromkeys(_LEVELS.split(), _TOLD), "setLevel": Api("logging", "", ("level",))}
 METHODS["ddp"] = METHODS["module"]
 METHODS["parameter"] = METHODS["tensor"] | {"requires_grad_": METHODS["module"]["requires_grad_"]}
 

@@ -62,6 +62,10 @@ class Objects(Expressions):
             return self._of_tensor(value, name)
         if name in METHODS.get(value.kind, {}):
             return Value("bound", value.labels, name, fields={"self": value})
+        if value.kind == "module" and name in ("weight", "bias") and value.name.startswith("torch.nn."):
+            parameter = Value("parameter", value.labels & {"drawn"}, fields={"owner": value})
+            value.fields[name] = parameter
+            return parameter
         child_value = Value(labels=part_labels(value) | speaks_of_ranks(name), line=getattr(node, "lineno", 0))
         if name == "loss":
             child_value.labels |= {"mean"}
