@@ -184,7 +184,7 @@ def stale_epoch_in_workers(trace: Trace) -> Iterator[Found]:
     for loader in {id(event.subject): event.subject for event in trace.of("iterate")}.values():
         workers = loader.fields.get("num_workers", NONE).default
         dataset = loader.fields.get("dataset")
-        keeps_them = loader.fields.get("persistent_workers", NONE).only is True and workers not in (None, 0)
+        keeps_them = loader.fields.get("persistent_workers", NONE).default is True and workers not in (None, 0)
         if dataset is None or not keeps_them:
             continue
         for event in trace.of("store", "dataset_epoch"):

@@ -26,7 +26,8 @@ def _same_path(one: Value, other: Value) -> bool:
 @rule_check("save-on-all-ranks")
 def save_on_all_ranks(trace: Trace) -> Iterator[Found]:
     for event in _saves(trace):
-        if on_all_ranks(event):
+        guarded = _under_a_lock(event) or (_if_not_there(event) and _locks(trace))
+        if on_all_ranks(event) and not guarded:
             yield Found(event, "every rank writes this file, all at once")
 
 
@@ -34,6 +35,8 @@ def save_on_all_ranks(trace: Trace) -> Iterator[Found]:
 def save_on_local_rank0(trace: Trace) -> Iterator[Found]:
     for event in _saves(trace):
         deciding = [condition.value for condition in event.under if "rank" in condition.value.labels]
+        if _if_not_there(event):
+            continue  # each machine prepares its own copy of the data
         if deciding and not event.spawned and not any("global_rank" in value.labels for value in deciding):
             yield Found(event, "the local rank decides who saves: on several machines, one of each")
 
@@ -46,6 +49,19 @@ def _saves(trace: Trace) -> Iterator[Event]:
             continue
         if not path.may_vary and not path.name.startswith(("io.", "tempfile.")):
             yield event
+
+
+def _if_not_there(event: Event) -> bool:
+    return any("exists" in condition.value.labels for condition in event.under)
+
+
+def _under_a_lock(event: Event) -> bool:
+    return any("lock" in option.name.lower() for context in event.within for option in context.each())
+
+
+def _locks(trace: Trace) -> bool:
+    """Whether the script locks files, somewhere."""
+    return any(name.startswith(("fcntl.", "filelock.", "portalocker.", "fasteners.")) for name in trace.names)
 
 
 @rule_check("module-prefix-checkpoint")
@@ -178,10 +194,6 @@ def _is_usual(condition: Condition) -> bool:
 
 def _to_its_own_place(event: Event) -> bool:
     return any(value.may_vary for value in event.arguments.values())
-
-
-def _under_a_lock(event: Event) -> bool:
-    return any("lock" in option.name.lower() for context in event.within for option in context.each())
 
 
 def _fetched_before(trace: Trace, event: Event) -> bool:

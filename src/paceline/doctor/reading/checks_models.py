@@ -9,6 +9,7 @@ from paceline.doctor.reading.checks_steps import reduces_gradients
 from paceline.doctor.reading.evidence import (
     Found,
     backwards_through,
+    differs,
     forwards,
     inner_module,
     is_weights,
@@ -18,7 +19,7 @@ from paceline.doctor.reading.evidence import (
     wrapped,
 )
 from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import Value, words
+from paceline.doctor.reading.values import NONE, Value, words
 
 __all__: list[str] = []
 
@@ -32,13 +33,11 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
     calls = forwards(trace)
     done: set[tuple[str, int]] = set()
     for backward in trace.of("backward"):
-        if not _is_stepped_on(trace, backward):
-            continue  # its gradients are looked at, as for an attention map
         for label in sorted(backward.labels & calls.keys()):
             event = calls[label]
             wrap = owned.get(id(event.subject))
             around = event.subject.kind == "module" and wrap is not None and wrap.number < event.number
-            if not around or not event.with_grad:
+            if not around or not event.with_grad or not _is_stepped_on(trace, backward, event.subject):
                 continue
             from_outside = _called_from_outside(event, owned)
             place = (from_outside.path, from_outside.line)
@@ -52,19 +51,28 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
             )
 
 
-def _is_stepped_on(trace: Trace, backward: Event) -> bool:
-    """Whether a step may take the gradients of a backward: one in the same loops, or in outer or inner ones, that
-    comes before they are zeroed."""
-    steps = [step for step in trace.of("step") if _shares_loops(backward, step) and may_follow(backward, step)]
-    zeroed = [
-        event.number
-        for event in trace.of("zero_grad")
-        if event.number > backward.number
-        and event.loops == backward.loops[: len(event.loops)]
-        and len(event.under) <= len(backward.under)
-    ]
-    dropped = zeroed and not any(backward.number < step.number < min(zeroed) for step in steps)
-    return bool(steps) and not dropped
+def _is_stepped_on(trace: Trace, backward: Event, part: Value) -> bool:
+    """Whether a step takes the gradients that a backward leaves in a part of a model; or they are zeroed first, those
+    for an attention map, or a critic's in its generator's turn."""
+    then: list[Event] = []
+    for event in trace.of("step", "zero_grad"):
+        always = len(event.under) <= len(backward.under)
+        takes = event.role == "step" or always
+        if takes and _shares_loops(backward, event) and may_follow(backward, event) and _minds(trace, event, part):
+            then.append(event)
+    first = min(then, key=lambda event: (event.number < backward.number, event.number), default=None)
+    return first is not None and first.role == "step"
+
+
+def _minds(trace: Trace, event: Event, part: Value) -> bool:
+    """Whether a step, or a zeroing, may be of an optimizer that holds a part, or of a model that does."""
+    for value in (event.subject, *event.arguments.values()):
+        made = next((made for made in trace.of("optimizer") if made.result is value), None)
+        params = made.argument("params") if made is not None else None
+        owner = params.fields.get("owner") if params is not None else value if value.kind in ("module", "ddp") else None
+        if owner is not None:
+            return any(held is part for held in modules_in(owner))
+    return True
 
 
 def _shares_loops(event: Event, other: Event) -> bool:
@@ -118,6 +126,28 @@ def _broadcast_before_training(trace: Trace) -> bool:
         for event in trace.of("collective")
         if not first or event.number < first
     )
+
+
+@rule_check("replicas-diverged")
+def replicas_diverged(trace: Trace) -> Iterator[Found]:
+    for wrap in trace.of("wrap"):
+        parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
+        trained = backwards_through(trace, wrap)
+        for event in trace.of("weights"):
+            owner = event.subject.fields.get("owner", event.subject)
+            if event.number < wrap.number or not {id(event.subject), id(owner)} & parts:
+                continue
+            apart = event.on_some_ranks or differs(event.argument("value") or NONE)
+            used = any(may_follow(event, backward) for backward in trained)
+            if apart and used and not _sent_after(trace, event):
+                yield Found(
+                    event, "each rank changes the weights in its own way here, and only gradients are made equal"
+                )
+
+
+def _sent_after(trace: Trace, event: Event) -> bool:
+    later = [other for other in trace.of("collective") if other.number > event.number]
+    return any(is_weights(value) for other in later for value in other.arguments.values())
 
 
 @rule_check("params-changed-after-wrap")

@@ -14,9 +14,12 @@ __all__: list[str] = []
 @rule_check("metric-not-reduced")
 def metric_not_reduced(trace: Trace) -> Iterator[Found]:
     seen: set[int] = set()
+    levels = [event.argument("level") for event in trace.of("logging")]
+    loud_on_one = any(level is not None and level.varies for level in levels)
     for event in trace.of("print", "log") if trace.distributed else ():
         batchwise = any("shard" in loop.over.labels or loop.over.of_kind("loader", "enumerate") for loop in event.loops)
-        if batchwise or event.everywhere or event.line in seen:
+        on_one = not event.everywhere or (loud_on_one and event.subject.kind == "logger")
+        if batchwise or not on_one or event.line in seen:
             continue
         if any(map(_is_of_one_shard, event.arguments.values())):
             seen.add(event.line)

@@ -47,23 +47,25 @@ def unsynced_optimizer_step(trace: Trace) -> Iterator[Found]:
 
 @rule_check("clip-before-sync")
 def clip_before_sync(trace: Trace) -> Iterator[Found]:
-    for clip, unsynced in _meets_unsynced(trace, "clip"):
-        yield Found(
-            clip,
-            "gradients are clipped here while they are this rank's own: `no_sync` kept them from being reduced",
-            evidence=f"the last backward before it, line {unsynced.line}, is in no_sync",
-        )
+    if not any(_meets_unsynced(trace, "step")):  # else the whole step comes too early
+        for clip, unsynced in _meets_unsynced(trace, "clip"):
+            yield Found(
+                clip,
+                "gradients are clipped here while they are this rank's own: `no_sync` kept them from being reduced",
+                evidence=f"the last backward before it, line {unsynced.line}, is in no_sync",
+            )
     yield from _before_reducing(trace, "clip")
 
 
 @rule_check("gradscaler-diverges")
 def gradscaler_diverges(trace: Trace) -> Iterator[Found]:
-    for unscale, unsynced in _meets_unsynced(trace, "unscale"):
-        yield Found(
-            unscale,
-            "gradients are unscaled and checked here while they are this rank's own",
-            evidence=f"the last backward before it, line {unsynced.line}, is in no_sync",
-        )
+    if not any(_meets_unsynced(trace, "step")):
+        for unscale, unsynced in _meets_unsynced(trace, "unscale"):
+            yield Found(
+                unscale,
+                "gradients are unscaled and checked here while they are this rank's own",
+                evidence=f"the last backward before it, line {unsynced.line}, is in no_sync",
+            )
     yield from _before_reducing(trace, "unscale")
     for event in trace.of("scaler_update", "step"):
         kept_away = [c for c in event.under if local(c) or (event.on_some_ranks and "rank" in c.value.labels)]
