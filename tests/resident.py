@@ -190,11 +190,11 @@ def serve(requests: socket.socket) -> Any:
     for descriptor, (_, others) in running.items():
         os.close(descriptor)
         os.close(others)
-    return run(request, Resident(socket.socket(fileno=again)))
+    return run(request, again)
 
 
-def run(request: int, resident: Resident) -> Any:
-    """A command's life. The commands that it starts are forked from ``resident`` too."""
+def run(request: int, requests: int) -> Any:
+    """A command's life. What `paceline verify` starts is forked from the same process, to which ``requests`` lead."""
     with os.fdopen(request, encoding="utf-8") as file:
         file.seek(0)
         words, cwd, environ, out, err = json.load(file)
@@ -224,13 +224,15 @@ def run(request: int, resident: Resident) -> Any:
             from paceline.cli import main
             from paceline.verify import runs
 
-            started = functools.partial(Nested, resident)
-            runs.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": started})  # type: ignore[assignment, attr-defined]
+            nested = functools.partial(Nested, Resident(socket.socket(fileno=requests)))
+            runs.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": nested})  # type: ignore[assignment, attr-defined]
             sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
             finish(main())  # which has not imported torch, when it starts by itself
         case ["-c", program]:
+            os.close(requests)
             exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         case _:
+            os.close(requests)
             sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(words[0], run_name="__main__")
     return 0
