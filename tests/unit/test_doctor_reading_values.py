@@ -229,6 +229,11 @@ def test_scaled_by_the_world_size(expression: str, tmp_path: Path) -> None:
     assert labels == expected
 
 
+def test_a_part_of_a_tensor_is_that_tensors(tmp_path: Path) -> None:
+    for how in ("t[0] = rank", "t[0] += rank", "t[0].add_(rank)", "t[1:][0].add_(rank)", "t += rank", "t.add_(rank)"):
+        assert value_of(tmp_path, "t", f"t = torch.zeros(3)\n{how}").varies
+
+
 def test_a_mean_times_a_count_is_a_sum(tmp_path: Path) -> None:
     assert "times-count" in value_of(tmp_path, "loss * len(torch.zeros(4))", LOSS).labels
     assert "times-count" in value_of(tmp_path, "loss * torch.zeros(4).shape[0] * world", LOSS).labels
@@ -322,6 +327,9 @@ def test_not_normalised(after: str, tmp_path: Path) -> None:
 # --- what the lengths and orders of things are made of
 
 LENGTHS = {
+    "torch.linspace(-2, 2, 7).unsqueeze(1)": 7,
+    "torch.sin(3 * torch.zeros(5)).flatten(1)": 5,
+    "torch.zeros(5, 2).sum(1).clamp(0, 1).sqrt()": 5,
     "torch.arange(0, 10)": 10,
     "torch.arange(4)": 4,
     "torch.arange(0, 10, 3)": 4,
@@ -490,6 +498,47 @@ TOLD = [
     "log.error(rank)",
     "logger.info('{}', rank)",
 ]
+
+
+WRITTEN = {
+    "nn.init.normal_(net.weight)": True,
+    "net.weight.data.uniform_(-1, 1)": True,
+    "net.weight[3] = torch.randn(2)": True,
+    "net.weight.data += torch.randn(2)": True,
+    "net.weight[3].normal_()": True,
+    "[p.add_(torch.randn(2)) for p in net.parameters()]": True,
+    "nn.init.zeros_(net.weight)": False,
+    "net.weight[3] = 0.0": False,
+    "net.weight.data.mul_(0.5)": False,
+    "net.bias.data.normal_(generator=torch.Generator().manual_seed(0))": False,
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_what_changes_weights(how: str, tmp_path: Path) -> None:
+    """By hand, with numbers that each rank draws for itself or not; the model is not another one for that."""
+    reader = walked(tmp_path, f"net = nn.Linear(2, 9)\ntorch.manual_seed(rank)\n{how}\n")
+    (event,) = reader.trace.of("weights")
+    assert event.subject.fields["owner"].kind == "module"
+    assert event.arguments["value"].varies is WRITTEN[how]
+    assert not reader.program.main.names["net"].varies
+
+
+def test_levels_of_logging(tmp_path: Path) -> None:
+    for how in ("logging.basicConfig(level=logging.INFO if rank == 0 else 0)", "logging.getLogger().setLevel(rank)"):
+        (event,) = walked(tmp_path, f"import logging\n{how}").trace.of("logging")
+        assert event.arguments["level"].varies
+
+
+def test_under_a_lock_of_its_own(tmp_path: Path) -> None:
+    lock = "import contextlib\n@contextlib.contextmanager\ndef file_lock():\n    yield\n"
+    (event,) = walked(tmp_path, f"{lock}with file_lock():\n    dist.barrier()\n").trace.of("collective")
+    assert [context.name for context in event.within] == ["file_lock()"]
+
+
+def test_a_disk_of_its_own(tmp_path: Path) -> None:
+    for folder in ("tempfile.gettempdir()", "os.environ.get('LOCAL_SCRATCH', '/x')", "os.getenv('TMPDIR')"):
+        assert "own-disk" in value_of(tmp_path, f"os.path.join({folder}, 'x')", "import tempfile").labels
 
 
 @pytest.mark.parametrize("call", TOLD)

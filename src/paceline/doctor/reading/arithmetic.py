@@ -56,6 +56,8 @@ class Arithmetic(Machine):
             value.labels |= added - VARYING | ({"drawn"} if added & VARYING else frozenset())
         else:
             value.labels = (value.labels | added) - _undone(value.labels, made.labels)
+            if (whole := value.fields.get("whole")) is not None:
+                self.changed_in_place(whole, made, node)
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
         inner = self.evaluate(node.operand)

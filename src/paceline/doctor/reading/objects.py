@@ -161,7 +161,7 @@ class Objects(Expressions):
             labels = labels - {"own-size"} | (key.labels & {"own-size"})  # it is as long as the index
         kind = "tensor" if value.kind == "batch" else value.kind if value.kind in ("tensor", "parameter") else "unknown"
         name = value.name if value.name == "sample" else ""
-        return Value(kind, labels, name, length=key.length if kind == "tensor" else None)
+        return Value(kind, labels, name, fields=_view_of(value), length=key.length if kind == "tensor" else None)
 
     def _by_index(self, value: Value, key: Value) -> Value | None:
         """Of a list whose elements are known exactly, by an index that differs between ranks or iterations."""
@@ -202,7 +202,7 @@ class Objects(Expressions):
         if value.kind == "scalar":
             return Value("scalar", labels)
         kind = value.kind if value.kind in ("list", "tuple", "tensor", "parameter") else "unknown"
-        return Value(kind, labels, value.name, items=items, length=length)
+        return Value(kind, labels, value.name, fields=_view_of(value), items=items, length=length)
 
     def variable(self, key: Value, node: ast.AST, default: Value | None = None) -> Value:
         """An environment variable."""
@@ -224,7 +224,9 @@ class Objects(Expressions):
             return Value(labels=frozenset({"rank"})) if default is None else default
         if isinstance(name, str) and name in LAUNCHED:
             return Value("unknown", name=f"os.environ[{name}]")
-        return Value(labels=default.labels if default is not None else frozenset())
+        own_disk = isinstance(name, str) and any(part in name.upper() for part in ("TMP", "TEMP", "SCRATCH"))
+        labels = default.labels if default is not None else frozenset()
+        return Value(labels=labels | {"own-disk"} if own_disk else labels)
 
     # --- iteration
 
@@ -314,6 +316,11 @@ class Objects(Expressions):
     @abstractmethod
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
         """What a generator gives."""
+
+
+def _view_of(value: Value) -> dict[str, Value]:
+    """A part of a tensor is that tensor's: what changes it changes both."""
+    return {"whole": value} if value.kind == "tensor" else dict(value.fields) if value.kind == "parameter" else {}
 
 
 def bound(method: Value, owner: Value) -> Value:

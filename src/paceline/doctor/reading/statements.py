@@ -269,7 +269,11 @@ class Reader(Definitions):
                 finally:
                     self.frames.pop()
 
-            self._run(value.code.function, value.code.fresh(), body)
+            self.within.append(Value("context", name=f"{value.name}()"))  # one of the script's own
+            try:
+                self._run(value.code.function, value.code.fresh(), body)
+            finally:
+                self.within.pop()
             return ends[0] if ends else self._enter(rest, node)
         entered = value
         if isinstance(value.code, Class) and (method := method_of(value, "__enter__")) is not None:

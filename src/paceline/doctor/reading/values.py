@@ -79,6 +79,7 @@ NATURES: Final[dict[str, dict[str, str]]] = {
         "worker-seed": "the seed that torch gives a loader's worker",
         "exception": "whether something was raised",
         "exists": "whether there is such a file",
+        "own-disk": "a folder that each machine has for itself",
     },
     # A backward through it reaches something. Goes over as origin does, until it is detached: a truth, a text or a
     # number of Python has none. So do ``forward:N`` and ``part:N``.
