@@ -94,6 +94,7 @@ DIFFERS = [
     "Trainer(rank, None).rank",
     "dataclasses.replace(Settings(), seed=rank).seed",
     "Numbers(rank)",
+    "len(unknown()[rank::world])",
     "Numbers(unknown()[rank::world])",
     "[0, rank][1]",
     "rank == 0",
@@ -141,6 +142,8 @@ SAME = [
     "unknown('x', device=f'cuda:{rank}')",
     "nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_ids=[rank])",
     "unknown().remaining()",
+    "len(DistributedSampler(unknown, world, rank))",
+    "len(DataLoader(unknown, 8, sampler=DistributedSampler(unknown, num_replicas=world, rank=rank)))",
     "torch.ones(2).to(torch.randn(2).dtype)",
 ]
 

@@ -45,6 +45,8 @@ _FOLDED: Final[dict[str, Callable[..., Any]]] = {
     "pathlib.PurePath": os.path.join,
 }
 _OPERATORS: Final = frozenset(f"operator.{name}" for name in dir(operator)) | {"math.fmod", "math.pow"}
+_EVEN: Final = "torch.utils.data.DistributedSampler"
+"""Deals out as many samples to each rank as to the others."""
 _PER_PROCESS: Final = words(
     "time.time time.perf_counter time.monotonic os.getpid datetime.datetime.now uuid.uuid4 socket.gethostname "
     "tempfile.mkdtemp tempfile.TemporaryDirectory tempfile.NamedTemporaryFile tempfile.mkstemp time.strftime"
@@ -110,11 +112,12 @@ class Builtins(Containers):
             known = combined(_FOLDED["len"], value.known)
             return Value("scalar" if known else "unknown", value.labels, known=known)
         own = frozenset({"size", "count-of-" + value.kind}) | (value.labels & {"world", "shard"})
+        samplers = [value.fields.get(name, NONE).of_kind("sampler") for name in ("sampler", "batch_sampler")]
         if value.kind == "loader":
-            given = [value.fields.get(name, NONE).of_kind("sampler") for name in ("sampler", "batch_sampler")]
-            own |= {"count-of-shard" if any(given) else "count-of-dataset"}
+            own |= {"count-of-shard" if any(samplers) else "count-of-dataset"}
         known = value.length
-        if known is None or len(set(known.points)) > 1:
+        even = any(sampler is not None and sampler.name == _EVEN for sampler in (value, *samplers))
+        if (known is None and not even) or (known is not None and len(set(known.points)) > 1):
             own |= value.labels & {"rank"}
         if value.labels & {"unique", "own-size"} or value.name == "sample":  # one of a batch: they may differ in length
             own |= labels_of((value,)) & (VARYING | {"own-size"})
