@@ -28,7 +28,17 @@ def save_on_all_ranks(trace: Trace) -> Iterator[Found]:
     for event in _saves(trace):
         guarded = _under_a_lock(event) or (_if_not_there(event) and _locks(trace))
         if on_all_ranks(event) and not guarded:
-            yield Found(event, "every rank writes this file, all at once")
+            yield Found(
+                event,
+                "every rank writes this file, all at once",
+                severity="advice" if _is_the_same_small_thing(event) else None,
+            )
+
+
+def _is_the_same_small_thing(event: Event) -> bool:
+    """Whether it is no checkpoint, and the same on every rank: options, a vocabulary."""
+    held = [value for name, value in event.arguments.items() if name not in ("file", "f")]
+    return event.name.startswith(("pickle.", "json.", "numpy.")) and not any(value.may_vary for value in held)
 
 
 @rule_check("save-on-local-rank0")

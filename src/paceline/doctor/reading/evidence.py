@@ -227,7 +227,7 @@ def forwards(trace: Trace) -> dict[str, Event]:
 def backwards_through(trace: Trace, wrap: Event) -> list[Event]:
     """The backwards that reach a wrapped model, through the wrapper or around it."""
     parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
-    labels = {label for label, event in forwards(trace).items() if id(event.subject) in parts}
+    labels = {label for label, event in forwards(trace).items() if id(event.subject) in parts and event.with_grad}
     return [event for event in trace.of("backward") if event.labels & labels]
 
 
