@@ -45,7 +45,7 @@ def _is_the_same_small_thing(event: Event) -> bool:
 def save_on_local_rank0(trace: Trace) -> Iterator[Found]:
     for event in _saves(trace):
         deciding = [condition.value for condition in event.under if "rank" in condition.value.labels]
-        if _if_not_there(event):
+        if _if_not_there(event) or "own-disk" in _path(event).labels:
             continue  # each machine prepares its own copy of the data
         if deciding and not event.spawned and not any("global_rank" in value.labels for value in deciding):
             yield Found(event, "the local rank decides who saves: on several machines, one of each")

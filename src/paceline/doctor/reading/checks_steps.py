@@ -233,6 +233,8 @@ def _adds_up(trace: Trace, step: Event, micro: _Micro) -> bool:
 def _goes_through_parts(loop: Loop) -> bool:
     """Whether it is not over samples but over what is done with them: tasks by name, heads, the losses of a step."""
     found: list[Value] = [part for value in loop.over.each() for part in (value, value.fields.get("of", value))]
+    if any(value.kind == "dict" for value in found):
+        return True  # by name
     if any(value.kind in ("tuple", "list") and value.items and "some" not in value.labels for value in found):
         return True  # each of a few things that are written down
     for _ in range(2):  # pairs, as `items()` and `zip` give them
