@@ -116,6 +116,7 @@ UNKNOWN_WHETHER = [
     "unknown().is_global_zero",
     "unknown().is_master()",
     "somewhere.is_rank_0",
+    "unknown().process_index",
     "IS_CHIEF",
     "unknown(Trainer(rank, None))",
 ]

@@ -271,9 +271,6 @@ manual_seed - self seed
     "writer": _table("""
 add_scalar log - tag scalar_value global_step
 """),
-    "process": _table("""
-start start -
-"""),
 }
 METHODS["logger"] = {**dict.fromkeys(_LEVELS.split(), _TOLD), "setLevel": Api("logging", "", ("level",))}
 METHODS["ddp"] = METHODS["module"]
@@ -293,6 +290,7 @@ def speaks_of_ranks(name: str) -> frozenset[str]:
 _OF_RANKS = re.compile(
     r"(^|_)(is_?)?(main|master|chief|leader|primary|coordinator|root)(_?(process|rank|worker|node|proc))?$"
     r"|(^|_)(is_)?(global_|local_|world_)?(rank|zero)(_?(zero|0|only))?$"
+    r"|(^|_)proc(ess)?_?(index|id)$"
 )
 
 LAUNCHED = frozenset(LAUNCHER_VARIABLES)
