@@ -74,8 +74,8 @@ class Ranks:
         if loader is not None:
             self.tell("batch", loader=loader, number=0, indices=[], rows=["a"])
         self.tell("forward", lines=lines, grad=True, ddp=0, training=True, input=facts.pop("input", None), batch=4)
-        facts.setdefault("roots", [[["MeanBackward0", 4.0]]])
-        return self.tell("backward", lines=lines, reached=[[0, "synced"]], onto=onto, **facts)
+        facts = {"roots": [[["MeanBackward0", 4.0]]], "reached": [[0, "synced"]], **facts}
+        return self.tell("backward", lines=lines, onto=onto, **facts)
 
     def steps(self, *sides: dict[str, Any], **facts: Any) -> Ranks:
         whole: dict[str, Any] = {
@@ -297,6 +297,18 @@ def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
     assert ids(found or ranks.found(checks_replicas.replicas_diverged)) == [rule]
 
 
+@pytest.mark.parametrize(("then", "wrong"), [("a synced backward", True), ("by hand", True), ("nothing", False)])
+def test_clipping_is_too_early_if_gradients_are_reduced_afterwards(ranks: Ranks, then: str, wrong: bool) -> None:
+    """If they never are, it is the step that is wrong."""
+    ranks.goes(reached=[[0, "held"]]).tell("clip", {"norm": 1.0}, {"norm": 2.0})
+    if then == "a synced backward":
+        ranks.goes(onto=True)
+    elif then == "by hand":
+        ranks.tell("collective", op="all_reduce", ranks=[0, 1], grads="plain", copied=False)
+    ranks.steps()
+    assert ids(ranks.found(checks_gradients.clip_before_sync)) == ["clip-before-sync"] * wrong
+
+
 def test_a_loss_is_told_by_its_last_functions() -> None:
     loss = torch.nn.functional.mse_loss(torch.ones(4, requires_grad=True), torch.zeros(4))
     assert training._root(loss, weighted=False) == [["MseLossBackward0", 4.0]]
@@ -509,3 +521,14 @@ def test_a_barrier_of_one_rank_that_another_meets_with_its_next_one(ranks: Ranks
     (finding,) = ranks.found(checks_collectives.meetings_missed)
     assert (finding.id, finding.line) == ("rank-conditional-collective", 2)
     assert "rank 1 is at barrier (train.py:3)" in finding.evidence
+
+
+@pytest.mark.parametrize(("code", "fails", "wrong"), [(0, False, True), (1, True, False), (0, True, False)])
+def test_who_has_failed_is_not_missing(ranks: Ranks, code: int, fails: bool, wrong: bool) -> None:
+    """An exception of one rank is told as such: nobody has to ask why it does not come."""
+    ranks.path.write_text("save(model)\ndist.barrier()\n")
+    ranks.tell("init").tell("collective", {}, {"op": "barrier"}, lines=(2,), ranks=[0, 1])
+    if fails:
+        ranks.tell("error", {"type": "OSError", "text": "no space left"}, {})
+    ranks.tell("end", {"code": code, "initialized": False}, {})
+    assert bool(ranks.found(checks_collectives.meetings_missed)) == wrong

@@ -104,7 +104,10 @@ def _shape(record: Record) -> object:
 
 
 def _gone_or_stuck(account: Account, run: Run) -> bool:
-    return account.code == 0 or run.stopped == "hang" or account.first("end") is not None
+    """Whether a rank will not come any more, for another reason than that it has failed: that has its own."""
+    end = account.first("end")
+    well = account.code == 0 or run.stopped == "hang" or (end is not None and not end["code"])
+    return well and account.first("error") is None
 
 
 def meetings_missed(run: Run) -> Iterator[Finding]:

@@ -245,10 +245,9 @@ def clip_before_sync(run: Run) -> Iterator[Finding]:
         clips = [one_rank.of("clip") for one_rank in those]
         for side in zip(*clips, strict=False):
             norms = [clip["norm"] for clip in side]
-            before = [r for r in one.of("backward") if r.at_s < side[0].at_s]
-            held = bool(before) and "held" in dict(before[-1]["reached"] or ()).values()
-            later = any(r["grads"] for r in one.of("collective") if r.at_s > side[0].at_s)
-            if (held or later) and len(set(norms)) > 1:
+            later = [r for r in one.of("collective", "backward") if r.at_s > side[0].at_s]
+            reduced = any(r["grads"] or "synced" in dict(r["reached"] or ()).values() for r in later)
+            if reduced and len(set(norms)) > 1:
                 yield from found(
                     "clip-before-sync",
                     side[0].place,
