@@ -149,6 +149,12 @@ def test_who_failed_first_is_told(last: str, says: str) -> None:
     assert any(says in note for note in told.notes), told.notes
 
 
+def test_a_rank_that_fails_alone_has_not_come_to_its_end() -> None:
+    told, _ = watched(GROUP + "dist.barrier()\nassert rank, 'no disk'\ndist.barrier()\n")
+    assert any("rank 0 failed first at" in note and "no disk" in note for note in told.notes)
+    assert [finding.id for finding in told.findings if finding.level == "error"] == []
+
+
 def test_endless_scripts_and_endless_output_are_ended() -> None:
     told, took_s = watched(GROUP + "while True:\n    print('x' * 10_000)\n", timeout_s=20)
     assert took_s < 40
