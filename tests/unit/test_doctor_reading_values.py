@@ -528,6 +528,17 @@ def test_what_changes_weights(how: str, tmp_path: Path) -> None:
     assert not reader.program.main.names["net"].varies
 
 
+def test_a_copy_has_parts_of_its_own(tmp_path: Path) -> None:
+    names = walked(
+        tmp_path,
+        "import copy\nnet = nn.Sequential(nn.Linear(2, 2))\nweight = net[0].weight\ntwin = copy.deepcopy(net)\nalias = copy.copy(net)\n",
+    ).program.main.names
+    net, twin, alias = names["net"], names["twin"], names["alias"]
+    assert twin.fields["0"] is not net.fields["0"]
+    assert twin.fields["0"].fields["weight"].fields["owner"] is twin.fields["0"]
+    assert alias.fields["0"] is net.fields["0"]
+
+
 def test_levels_of_logging(tmp_path: Path) -> None:
     for how in ("logging.basicConfig(level=logging.INFO if rank == 0 else 0)", "logging.getLogger().setLevel(rank)"):
         (event,) = walked(tmp_path, f"import logging\n{how}").trace.of("logging")

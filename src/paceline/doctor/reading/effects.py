@@ -19,6 +19,7 @@ __all__ = ["Effects", "numbered"]
 _DRAWS: Final = words(
     "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson"
 )
+_COPIED: Final = words("module ddp parameter buffer list tuple dict namespace instance")
 _FILLED: Final = ("tensor", "tensors", "tensor_list", "output_tensor", "object_list", "output", "gather_list")
 """Of collectives: what holds the same on all ranks afterwards."""
 _SIZED: Final = _DRAWS | words("zeros ones empty full")
@@ -175,8 +176,11 @@ class Effects(Builtins):
                 module = self._module(name, fields)
                 module.length, module.labels = held.length, module.labels | (held.labels & {"some", "open"})
                 return module
-            case "copy.deepcopy" | "copy.copy":
-                return _copied(arguments.get("x", Value()))
+            case "copy.deepcopy":
+                return _copied(arguments.get("x", Value()), {})
+            case "copy.copy":
+                value = arguments.get("x", Value())
+                return replace(value, fields=dict(value.fields))
             case "torch.utils.data.random_split" | "sklearn.model_selection.train_test_split":
                 return self._split(name, arguments)
             case "torch.set_grad_enabled":
@@ -376,10 +380,18 @@ def agreed(value: Value, labels: set[str]) -> None:
         value.known, value.kind = None, "unknown"
 
 
-def _copied(value: Value) -> Value:
+def _copied(value: Value, copies: dict[int, Value]) -> Value:
+    """A deep copy: modules and their parameters, and what holds them; each once, however often it is held."""
+    if (made := copies.get(id(value))) is not None:
+        return made
     if value.options:
-        return joined([_copied(option) for option in value.options])
-    return replace(value, fields=dict(value.fields))
+        return joined([_copied(option, copies) for option in value.options])
+    if value.kind not in _COPIED:
+        return value
+    made = copies[id(value)] = replace(value)
+    made.fields = {n: held if n == "__class__" else _copied(held, copies) for n, held in value.fields.items()}
+    made.items = [_copied(item, copies) for item in value.items] if value.items is not None else None
+    return made
 
 
 def is_sharded(samplers: list[Value]) -> bool:
