@@ -141,7 +141,8 @@ def _samples(step: Step) -> str | None:
     if padded and step.numbers and step.numbers == step.numbers_of_one:
         return None
     told = f"{sum(r['samples'] for r in ranks)} in all ranks, {one['samples']} in one worker"
-    return f"step {step.number} did not go through the same samples in both runs ({told})"
+    unknown = "" if step.numbers else ", and no DataLoader says which they are"
+    return f"step {step.number} did not go through the same samples in both runs ({told}){unknown}"
 
 
 def _same_for_all(step: Step) -> bool:
