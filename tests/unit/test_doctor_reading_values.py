@@ -539,6 +539,13 @@ def test_a_copy_has_parts_of_its_own(tmp_path: Path) -> None:
     assert alias.fields["0"] is net.fields["0"]
 
 
+def test_what_is_made_is_not_changed_by_that(tmp_path: Path) -> None:
+    """What its maker does to others while it is made is told."""
+    maker = "class Maker:\n    def __init__(self, net):\n        self.net = net\n        net.head = nn.Linear(2, 2)\n        net.head.weight.requires_grad = False\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.head = nn.Linear(2, 2)\nMaker(Net())\n"
+    events = list(walked(tmp_path, maker).trace.of("store"))
+    assert [event.name for event in events] == ["head", "requires_grad"]
+
+
 def test_levels_of_logging(tmp_path: Path) -> None:
     for how in ("logging.basicConfig(level=logging.INFO if rank == 0 else 0)", "logging.getLogger().setLevel(rank)"):
         (event,) = walked(tmp_path, f"import logging\n{how}").trace.of("logging")

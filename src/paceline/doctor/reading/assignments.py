@@ -6,6 +6,7 @@ import ast
 
 from paceline.doctor.reading.calls import Calls
 from paceline.doctor.reading.flows import bounded, detached, doubted, labels_of
+from paceline.doctor.reading.machine import Frame
 from paceline.doctor.reading.values import Value
 
 __all__ = ["Assignments"]
@@ -43,7 +44,13 @@ class Assignments(Calls):
     @property
     def constructing(self) -> bool:
         """Whether an object is being made."""
-        return any(isinstance(frame.code, ast.FunctionDef) and frame.code.name == "__init__" for frame in self.frames)
+        return any(_is_init(frame) for frame in self.frames)
+
+    def _being_made(self, value: Value) -> bool:
+        """Whether it is such an object itself, or a parameter of one."""
+        owner = value.fields.get("owner", value) if value.kind == "parameter" else value
+        made = (next(iter(frame.scope.names.values()), None) for frame in self.frames if _is_init(frame))
+        return any(owner is other for other in made)
 
     def assign(self, target: ast.expr, value: Value) -> None:
         match target:
@@ -90,7 +97,7 @@ class Assignments(Calls):
             self.event("buffer", node, name=held.name, subject=held, arguments={"value": Value(labels=added)})
             return
         minded = owner.kind in ("module", "ddp", "dataset", "stream", "parameter", "loader", "sampler")
-        if minded and not self.constructing:
+        if minded and not self._being_made(owner):
             self.event("store", node, name=name, subject=owner, arguments={"value": value})
         if owner.kind == "parameter" and name == "grad":
             self.event("grad", node, subject=Value("grad", fields={"of": owner}), arguments={"value": value})
@@ -141,3 +148,7 @@ class Assignments(Calls):
         for target in node.targets:
             if isinstance(target, ast.Subscript):
                 self.evaluate(target.value)
+
+
+def _is_init(frame: Frame) -> bool:
+    return isinstance(frame.code, ast.FunctionDef) and frame.code.name == "__init__"
