@@ -248,13 +248,15 @@ def test_gradients_are_accumulated_only_over_samples_of_their_own(ranks: Ranks, 
         ([["DivBackward0", 4]], "loss-scaled-by-world-size"),
         ([["MulBackward0", 0.5]], None),
         ([["gradient", None]], None),
+        (None, None),
     ],
 )
 def test_what_the_losses_of_two_micro_batches_were_divided_by(
-    ranks: Ranks, divisor: list[list[Any]], rule: str | None
+    ranks: Ranks, divisor: list[list[Any]] | None, rule: str | None
 ) -> None:
+    """``None``: they are sums."""
     loads(ranks, 0)
-    roots = [[*divisor, ["MeanBackward0", 4.0]]]
+    roots = [[*divisor, ["MeanBackward0", 4.0]]] if divisor is not None else [[["MseLossBackward0", None]]]
     for _ in range(3):
         ranks.goes(loader=0, roots=roots).goes(loader=0, roots=roots, onto=True).steps()
     checks = checks_gradients.accumulation_not_normalised, checks_gradients.loss_scaled_by_world_size
@@ -310,10 +312,20 @@ def test_clipping_is_too_early_if_gradients_are_reduced_afterwards(ranks: Ranks,
 
 
 def test_a_loss_is_told_by_its_last_functions() -> None:
-    loss = torch.nn.functional.mse_loss(torch.ones(4, requires_grad=True), torch.zeros(4))
-    assert training._root(loss, weighted=False) == [["MseLossBackward0", 4.0]]
-    assert training._root(loss / 2, weighted=False) == [["DivBackward0", 2.0], ["MseLossBackward0", 4.0]]
+    scores, classes = torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    loss = torch.nn.functional.mse_loss(scores, torch.zeros(4, 3))
+    assert training._root(loss, weighted=False) == [["MseLossBackward0", 12.0]]
+    assert training._root(loss / 2, weighted=False) == [["DivBackward0", 2.0], ["MseLossBackward0", 12.0]]
     assert training._root(loss, weighted=True)[0] == ["gradient", None]
+    crossed = torch.nn.functional.cross_entropy
+    weights = torch.tensor([0.1, 0.2, 0.3])
+    losses = {
+        12.0: torch.nn.functional.binary_cross_entropy(scores, torch.ones(4, 3)),
+        3.0: crossed(scores, torch.tensor([0, 1, 2, -100])),  # of so many tokens
+        1.0: crossed(scores, classes, weight=weights),
+        None: crossed(scores, classes, reduction="sum"),
+    }
+    assert [training._root(one, weighted=False)[0][1] for one in losses.values()] == list(losses)
 
 
 def test_gradients_are_known_flattened_and_scaled_too() -> None:

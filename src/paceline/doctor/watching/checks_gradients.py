@@ -188,23 +188,13 @@ def _divisor(backward: Record) -> float | None:
     """By what the mean was divided that a backward begins with; ``None``: it begins with something else."""
     if len(backward["roots"] or ()) != 1:
         return None
-    *factors, (last, _) = backward["roots"][0] or [["", None]]
+    *factors, (last, counted) = backward["roots"][0] or [["", None]]
     divides = len(factors) < 2 and all(name == "DivBackward0" for name, _ in factors)
-    return (factors[0][1] if factors else 1) if last in _MEANS and divides else None
+    is_mean = last not in _FACTORS and counted is not None
+    return (factors[0][1] if factors else 1) if is_mean and divides else None
 
 
-_MEANS = frozenset(
-    {
-        "MeanBackward0",
-        "MseLossBackward0",
-        "NllLossBackward0",
-        "NllLoss2DBackward0",
-        "L1LossBackward0",
-        "SmoothL1LossBackward0",
-        "BinaryCrossEntropyWithLogitsBackward0",
-        "BinaryCrossEntropyBackward0",
-    }
-)
+_FACTORS = ("DivBackward0", "MulBackward0")
 
 
 def unequal_weight_average(run: Run) -> Iterator[Finding]:
@@ -222,7 +212,7 @@ def unequal_weight_average(run: Run) -> Iterator[Finding]:
         for _, nodes in weighted:
             counts = [divisor for _, divisor in nodes]
             name = nodes[0][0]
-            if None in counts or len(set(counts)) == 1 or name not in {*_MEANS, "DivBackward0"}:
+            if None in counts or len(set(counts)) == 1 or name == "MulBackward0":
                 continue
             if name == "DivBackward0" and not all(value == int(value) and value > 0 for value in counts):
                 continue

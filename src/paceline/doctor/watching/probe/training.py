@@ -318,24 +318,23 @@ _PASSING = (
 
 
 def _divisor(node: Any, name: str) -> float | None:
-    """How many samples a mean was taken over, or what was divided by."""
+    """How many samples a mean was taken over, or what was divided or multiplied by."""
     value: Any = None
-    if name in ("NllLossBackward0", "NllLoss2DBackward0"):  # where classes have weights, their sum is no count
-        value = node._saved_total_weight if node._saved_reduction == 1 and node._saved_weight is None else None
-    elif name == "MeanBackward0":
+    if name == "MeanBackward0":
         value = node._saved_self_sym_numel
-    elif name in (
-        "MseLossBackward0",
-        "BinaryCrossEntropyWithLogitsBackward0",
-        "L1LossBackward0",
-        "SmoothL1LossBackward0",
-    ):
-        value = node._saved_self.numel() if node._saved_reduction == 1 else None
     elif name in ("DivBackward0", "MulBackward0"):
         value = node._saved_other
+    elif getattr(node, "_saved_reduction", None) == _MEAN:  # of a loss
+        value = node._saved_total_weight if hasattr(node, "_saved_total_weight") else node._saved_self.numel()
+        if getattr(node, "_saved_weight", None) is not None:
+            value = 1.0  # where classes have weights, their sum is no count of samples
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
+
+
+_MEAN = 1
+"""``reduction="mean"``, as torch keeps it."""
 
 
 def _clipped(call: Call) -> Generator[None, Any, None]:
