@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
+from driving import Ended, Started
 
 from paceline.doctor.watching import Limits
 from paceline.doctor.watching.comparing import compare
@@ -181,3 +184,40 @@ def test_what_cannot_be_compared_is_said(changes: list[tuple[str, str]], why: st
     assert told.equal is None
     assert why in told.why
     assert not told.broken
+
+
+def doctor(*words: str) -> Ended:
+    """The command, over the script that was written."""
+    command = [sys.executable, "-m", "paceline", "doctor", "train.py", "--compare", "--timeout", "200", *words]
+    return Started(command, Path.cwd()).wait()
+
+
+def test_the_command_tells_it_beside_the_findings() -> None:
+    written(("loss.backward()", "(loss * world).backward()"))
+    ended = doctor("--format", "json")
+    assert ended.code == 1
+    told = json.loads(ended.out)
+    comparison = told["comparison"]
+    assert comparison["equal"] is False
+    assert comparison["gradient"]["ratio"] == pytest.approx(2.0, rel=1e-5)
+    assert comparison["why"].endswith("[loss-scaled-by-world-size]")
+    ((several, one),) = comparison["loss"]
+    assert several == pytest.approx(2 * one, rel=1e-5)
+    (found,) = [found for found in told["findings"] if found["id"] == "loss-scaled-by-world-size"]
+    assert "the gradient of step 1 is 2.00 times that of one worker" in found["evidence"]
+
+
+@pytest.mark.long
+def test_a_difference_that_nothing_explains_is_a_plain_statement() -> None:
+    written(("F.mse_loss(model(x), y)", "F.mse_loss(model(x), y, reduction='sum')"))
+    ended = doctor("--ignore", "global-batch-grows")
+    assert ended.code == 1
+    assert "compared with one worker: NOT the same: the gradient of step 1 is 0.50 times" in ended.out
+    assert ended.out.rstrip().endswith("Nothing found that explains it.")
+
+
+def test_comparing_what_is_only_read_is_refused() -> None:
+    written()
+    ended = doctor("--static")
+    assert ended.code == 2
+    assert "--static together with --compare" in ended.err

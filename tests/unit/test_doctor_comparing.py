@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import pytest
 
-from paceline.doctor.findings import Finding
+from paceline.doctor.examine import Examination
+from paceline.doctor.findings import Finding, as_json, as_text
 from paceline.doctor.watching.compared import compared
 from paceline.doctor.watching.comparison import Comparison, explained, proven
 from paceline.doctor.watching.records import Account, Place, Record, Run
@@ -245,3 +247,14 @@ def test_how_it_is_told() -> None:
     first, second = told.as_text().splitlines()
     assert first.startswith("compared with one worker: NOT the same: ")
     assert "1.5 | 1" in second
+
+
+def test_a_difference_that_is_explained_by_nothing_makes_a_script_sick() -> None:
+    told = three([1.0, -2.0, 0.5, 4.0])
+    assert Examination(findings=(), notes=(), comparison=told).sick
+    assert as_text([], [], told).endswith("Nothing found that explains it.")
+    _, after = explained([finding("unequal-weight-average")], told)
+    assert not Examination(findings=(), notes=(), comparison=after).sick
+    assert json.loads(as_json([], [], told))["comparison"]["equal"] is False
+    assert "comparison" not in json.loads(as_json([], []))
+    assert as_text([], [], three()).endswith("Nothing found.")

@@ -32,6 +32,9 @@ def doctor_parser() -> Parser:
         "--steps", type=int, default=20, metavar="N", help="end the run after so many steps, and a few seconds (20)"
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="or after so many seconds (120)")
+    parser.add_argument(
+        "--compare", action="store_true", help="also run it with one worker at the same global batch, and compare"
+    )
     parser.add_argument("--in-place", action="store_true", help="what it writes really goes where it says")
     parser.add_argument("--verbose", action="store_true", help="show the last that each rank printed, too")
     parser.add_argument("--format", choices=["text", "json"], default="text", help="text (default) or json")
@@ -83,8 +86,15 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> int:
     from paceline.doctor.examine import Limits, examine
 
     def look(limits: Limits | None = None, tell: Callable[[str], None] | None = None) -> Examination:
-        return examine(script, arguments, limits=limits, select=options.select, ignore=options.ignore, tell=tell)
+        rules = {"select": options.select, "ignore": options.ignore}
+        return examine(script, arguments, limits=limits, **rules, with_one=options.compare, tell=tell)
 
+    if options.static and options.compare:
+        raise ConfigError(
+            "cannot compare what is not run",
+            found="--static together with --compare",
+            fix="Leave one of them out",
+        )
     if options.static:
         return _answer(script, look(), options)
 
@@ -106,9 +116,9 @@ def _answer(script: Path, seen: Examination, options: argparse.Namespace) -> int
         for rank, text in enumerate(seen.printed):
             print(f"paceline: rank {rank} printed, at last:\n{text.rstrip()}", file=sys.stderr, flush=True)
     if options.format == "json":
-        print(as_json(seen.findings, seen.notes))
+        print(as_json(seen.findings, seen.notes, seen.comparison))
     elif seen.looked or seen.findings:
-        print(as_text(seen.findings, seen.notes))
+        print(as_text(seen.findings, seen.notes, seen.comparison))
     else:
         for note in seen.notes:
             if note not in (seen.cannot or ""):

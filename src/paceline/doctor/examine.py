@@ -13,6 +13,8 @@ from paceline.doctor.lines import comments, statement_at
 from paceline.doctor.reading import read
 from paceline.doctor.rules import RULES, rule
 from paceline.doctor.watching import Limits, Watched, watch
+from paceline.doctor.watching.comparing import compare
+from paceline.doctor.watching.comparison import Comparison, explained, proven
 from paceline.errors import UsageError
 
 __all__ = ["Examination", "Limits", "examine", "settled"]
@@ -26,12 +28,14 @@ class Examination:
         notes: what could not be looked at, and why.
         cannot: why a pass that was asked for could not look at anything; ``None``: it could.
         printed: the last that each rank has printed, where it was run.
+        comparison: with one worker, where that was asked for and the script could be run.
     """
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     cannot: str | None = None
     printed: tuple[str, ...] = ()
+    comparison: Comparison | None = None
 
     @property
     def looked(self) -> bool:
@@ -39,8 +43,9 @@ class Examination:
 
     @property
     def sick(self) -> bool:
-        """Whether there is more than advice."""
-        return any(finding.level != "advice" for finding in self.findings)
+        """Whether there is more than advice, or the ranks do not compute what one worker does and nothing says why."""
+        broken = self.comparison is not None and self.comparison.broken
+        return broken or any(finding.level != "advice" for finding in self.findings)
 
 
 def examine(
@@ -50,6 +55,7 @@ def examine(
     limits: Limits | None = None,
     select: Collection[str] = (),
     ignore: Collection[str] = (),
+    with_one: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Examination:
     """Reads ``script``, and runs it under a few ranks unless ``limits`` is ``None``. Not collective.
@@ -57,6 +63,7 @@ def examine(
     Args:
         arguments: of the script.
         select: ids of rules; empty: all. ``ignore``: ids to leave out.
+        with_one: also compares the ranks with one worker, in runs of their own.
         tell: is told how far the run is, whenever that changes.
 
     Raises:
@@ -75,11 +82,19 @@ def examine(
         watched = Watched(notes=(str(error),), cannot=str(error))
     found = (*was_read.findings, *watched.findings)
     files = dict.fromkeys([str(script), *(finding.path for finding in found)])
+    findings = settled(found, obeyed=watched.obeyed, select=select, ignore=ignore)
+    comparison = None
+    if with_one and limits is not None and watched.cannot is None:
+        comparison = compare(script, arguments, limits, tell=tell)
+        new = list(proven(comparison, findings))
+        findings = settled([*findings, *new], select=select, ignore=ignore)
+        findings, comparison = explained(findings, comparison)
     return Examination(
-        findings=tuple(settled(found, obeyed=watched.obeyed, select=select, ignore=ignore)),
+        findings=tuple(findings),
         notes=(*was_read.notes, *watched.notes, *_mistaken(files)),
         cannot=watched.cannot,
         printed=watched.printed,
+        comparison=comparison,
     )
 
 

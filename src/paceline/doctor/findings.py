@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from paceline.doctor.lines import statement_at, text_at
 from paceline.doctor.rules import RULES, Severity
+
+if TYPE_CHECKING:
+    from paceline.doctor.watching.comparison import Comparison
 
 __all__ = ["Confidence", "Finding", "Obeyed", "as_json", "as_text", "merged"]
 
@@ -108,9 +111,10 @@ def _place(rule: str, path: str, line: int) -> tuple[str, str, int]:
     return rule, path, statement_at(path, line).start
 
 
-def as_json(findings: Sequence[Finding], notes: Sequence[str]) -> str:
-    """An object with ``findings`` and ``notes``: what could not be looked at, and why."""
-    told = [
+def as_json(findings: Sequence[Finding], notes: Sequence[str], comparison: Comparison | None = None) -> str:
+    """An object with ``findings``, ``notes``: what could not be looked at, and why, and where there is one the
+    ``comparison`` with one worker."""
+    told: list[dict[str, Any]] = [
         {
             "id": finding.id,
             "severity": finding.level,
@@ -124,11 +128,12 @@ def as_json(findings: Sequence[Finding], notes: Sequence[str]) -> str:
         }
         for finding in findings
     ]
-    return json.dumps({"findings": told, "notes": list(notes)}, indent=2)
+    compared = {"comparison": comparison.as_dict()} if comparison is not None else {}
+    return json.dumps({"findings": told, "notes": list(notes), **compared}, indent=2)
 
 
-def as_text(findings: Sequence[Finding], notes: Sequence[str]) -> str:
-    """For people: each finding with its line of source, then a count."""
+def as_text(findings: Sequence[Finding], notes: Sequence[str], comparison: Comparison | None = None) -> str:
+    """For people: each finding with its line of source, what a comparison has come to, then a count."""
     parts: list[str] = []
     for finding in findings:
         lines = [f"{finding.path}:{finding.line}: {finding.level}: {finding.message} [{finding.id}]"]
@@ -139,7 +144,10 @@ def as_text(findings: Sequence[Finding], notes: Sequence[str]) -> str:
         lines.append(f"  fix:  {finding.advised}")
         parts.append("\n".join(lines))
     parts += [f"note: {note}" for note in notes]
-    parts.append(_count(findings))
+    if comparison is not None:
+        parts.append(comparison.as_text())
+    unexplained = comparison is not None and comparison.broken and not findings
+    parts.append("Nothing found that explains it." if unexplained else _count(findings))
     return "\n\n".join(parts)
 
 

@@ -65,6 +65,7 @@ KINDS: dict[str, str] = {
     "optimizer": "an optimizer is made: optimizer, name",
     "step": "an optimizer steps: optimizer, and what `probe.optimizers` tells: alike (by parameter, when it "
     "changes: to be equal on all ranks), ...",
+    "measured": "a step of a run that is compared with another one: what `probe.comparing` tells",
     "clip": "gradients are clipped: norm",
     "scale": "GradScaler.update: before, after",
     "schedule": "a scheduler is made: scheduler, name, length",
