@@ -137,6 +137,7 @@ def accumulation_not_normalised(run: Run) -> Iterator[Finding]:
             f"each step adds up the gradients of {each} micro-batches, whose losses are means",
             f"{each} backwards before each of {count(len(done), 'step')}, each of a mean that is not divided "
             f"by {each}: steps are {each} times as large",
+            also=[record.place for record in done[0].of("backward")],
         )
 
 
@@ -151,6 +152,7 @@ def loss_scaled_by_world_size(run: Run) -> Iterator[Finding]:
             f"each loss is divided by its step's {each} micro-batches and by the {run.world} ranks, as DDP does",
             f"{each} backwards before each of {count(len(done), 'step')}, each of a mean divided by {each * run.world}",
             confidence="likely",
+            also=[record.place for record in done[0].of("backward")],
         )
 
 
