@@ -62,7 +62,8 @@ def _saves(trace: Trace) -> Iterator[Event]:
 
 
 def _if_not_there(event: Event) -> bool:
-    return any("exists" in condition.value.labels for condition in event.under)
+    """Whether it is done only where a file is missing: under ``not exists(...)``, or behind a return if it is there."""
+    return any("exists" in c.value.labels and c.holds is (c.value.name == "not") for c in event.under)
 
 
 def _under_a_lock(event: Event) -> bool:
