@@ -11,7 +11,8 @@ from driving import Ended, Started
 
 from paceline.doctor.watching import Limits
 from paceline.doctor.watching.comparing import compare
-from paceline.doctor.watching.comparison import Comparison, proven
+from paceline.doctor.watching.comparison import Comparison
+from paceline.doctor.watching.explaining import proven
 
 SCRIPT = """
 import random

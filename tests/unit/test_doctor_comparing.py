@@ -11,7 +11,8 @@ import pytest
 from paceline.doctor.examine import Examination
 from paceline.doctor.findings import Finding, as_json, as_text
 from paceline.doctor.watching.compared import compared
-from paceline.doctor.watching.comparison import Comparison, explained, proven
+from paceline.doctor.watching.comparison import Comparison
+from paceline.doctor.watching.explaining import explained, proven
 from paceline.doctor.watching.records import Account, Place, Record, Run
 
 GRADIENT = [1.0, -2.0, 0.5, 3.0]

@@ -14,7 +14,8 @@ from paceline.doctor.reading import read
 from paceline.doctor.rules import RULES, rule
 from paceline.doctor.watching import Limits, Watched, watch
 from paceline.doctor.watching.comparing import compare
-from paceline.doctor.watching.comparison import Comparison, explained, proven
+from paceline.doctor.watching.comparison import Comparison
+from paceline.doctor.watching.explaining import explained, proven
 from paceline.errors import UsageError
 
 __all__ = ["Examination", "Limits", "examine", "settled"]
@@ -86,8 +87,7 @@ def examine(
     comparison = None
     if with_one and limits is not None and watched.cannot is None:
         comparison = compare(script, arguments, limits, tell=tell)
-        new = list(proven(comparison, findings))
-        findings = settled([*findings, *new], select=select, ignore=ignore)
+        findings = settled([*findings, *proven(comparison, findings)], select=select, ignore=ignore)
         findings, comparison = explained(findings, comparison)
     return Examination(
         findings=tuple(findings),
