@@ -105,11 +105,20 @@ def differs(value: Value) -> bool:
 def local(condition: Condition) -> bool:
     """Whether it depends on what one rank sees, other than its number."""
     value = condition.value
+    if _is_a_count(value):
+        return False
     by_number = value.known is not None and value.known.loop is None
     of_its_batches = value.varies and "shard" in value.labels
     if by_number or not (of_its_batches or differs(value)):
         return False
     return bool(value.labels & {"data", "rng", "clock", "eval"})
+
+
+def _is_a_count(value: Value) -> bool:
+    """Of ``if not batches``: whether it asks how many there are, which does not depend on what is in them."""
+    if value.name == "not" and value.items:
+        return _is_a_count(value.items[0])
+    return value.kind in ("list", "tuple", "set", "dict") and "own-size" not in value.labels
 
 
 def opposite(event: Event, other: Event) -> bool:
