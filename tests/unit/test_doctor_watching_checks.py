@@ -285,6 +285,20 @@ def test_a_copy_of_gradients_that_is_not_put_back_is_for_show(
     assert ids(ranks.found(checks_gradients.redundant_grad_allreduce)) == ["redundant-grad-allreduce"] * wrong
 
 
+@pytest.mark.parametrize("joined", [True, False])
+def test_steps_of_ranks_with_uneven_inputs_are_not_compared_by_number(ranks: Ranks, joined: bool) -> None:
+    """Rank 0 has one batch an epoch, rank 1 two, and in between it is in the context that covers for the other."""
+    ranks.tell("init")
+    for values in (("a", "a"), (None, "b"), ("c", "c"), (None, "d")):
+        if joined and values[0] is not None:
+            ranks.tell("join")
+        for rank, value in enumerate(values):
+            own: list[dict[str, Any]] = [{}, {}]
+            own[rank] = {"values": [value]} if value is not None else {}
+            ranks.steps(*own, alike=[True])
+    assert ids(ranks.found(checks_replicas.replicas_diverged)) == ["replicas-diverged"] * (not joined)
+
+
 @pytest.mark.parametrize(("loads", "rule"), [(None, "replicas-diverged"), ((0,), "resume-on-one-rank")])
 def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
     ranks: Ranks, loads: tuple[int, ...] | None, rule: str

@@ -16,8 +16,13 @@ _NEARLY = 1.25
 
 
 def same_steps(run: Run) -> Iterator[list[Interval]]:
-    """The same step of the same optimizer, of each rank."""
-    for those in zip(*(intervals(account) for account in run.accounts), strict=False):
+    """The same step of the same optimizer, of each rank. With contexts for uneven inputs, in which ranks take as many
+    steps as they have batches, only those of the first one go side by side."""
+    sides = []
+    for account in run.accounts:
+        joins = [record.at_s for record in account.of("join")]
+        sides.append([one for one in intervals(account) if len(joins) < 2 or one.step.at_s < joins[1]])
+    for those in zip(*sides, strict=False):
         if len({one.step["optimizer"] for one in those}) == 1 and all(one.step["plain"] for one in those):
             yield list(those)
 
@@ -202,7 +207,7 @@ _FACTORS = ("DivBackward0", "MulBackward0")
 def unequal_weight_average(run: Run) -> Iterator[Finding]:
     """Ranks divide the same loss by different numbers."""
     seen = 0
-    for those in beside(run, "backward"):
+    for those in beside(run, "backward") if not any(run.all("join")) else ():
         if len({record.place for record in those}) > 1 or not any(record["reached"] for record in those):
             continue
         seen += 1
