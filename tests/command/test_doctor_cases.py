@@ -16,8 +16,8 @@ from paceline.doctor.rules import RULES
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "doctor_cases"
 RUN = {"37_rank0-only-collective_bad"}
-"""Those that are run, too, each time, of one that hangs; the others with ``--long``. Mistakes in data, gradients and files,
-and right scripts, are run in `test_doctor_scripts`."""
+"""Those that are run, too, each time: one that hangs; the others with ``--long``. Mistakes in data, gradients and files,
+and a right script, are run in `test_doctor_scripts`."""
 PATIENCE_S = 60.0
 """The longest that a case takes, on a busy machine too, with the hangs among them."""
 
