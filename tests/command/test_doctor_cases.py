@@ -16,7 +16,7 @@ from paceline.doctor.rules import RULES
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "doctor_cases"
 RUN = {"37_rank0-only-collective_bad"}
-"""Those that are run, too, each time: one that hangs; the others with ``--long``. Mistakes in data, gradients and files,
+"""Those that are run, too, each time: one that hangs; the others with ``--long``. Mistakes in data, gradients, files,
 and a right script, are run in `test_doctor_scripts`."""
 PATIENCE_S = 60.0
 """The longest that a case takes, on a busy machine too, with the hangs among them."""
