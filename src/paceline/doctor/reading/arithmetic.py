@@ -39,6 +39,8 @@ class Arithmetic(Machine):
         return self.binary(self.evaluate(node.left), node.op, self.evaluate(node.right), node)
 
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
+        if isinstance(op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor) and "set" in (left.kind, right.kind):
+            return Value("set", labels_of((left, right)), items=[*(left.items or ()), *(right.items or ())])
         calculation = named(type(op).__name__)
         assert calculation is not None
         return calculated(calculation, left, right, getattr(node, "lineno", 0))

@@ -292,6 +292,8 @@ class Machine(ABC):
             old = holder.get(key)
             if old is None and holder is self.overrides:
                 old = Value("api", name=key)
+            elif old is None and self._is_made_elsewhere(holder):
+                old = Value()  # not known, which is not absent
             sides = [
                 arm[place][2] if place in arm else old
                 for arm, flow in zip(written, flows, strict=True)
@@ -304,6 +306,16 @@ class Machine(ABC):
                 self.write(holder, key, picked(test, present[0], present[1]))
             else:
                 self.write(holder, key, joined(present, labels))
+
+    def _is_made_elsewhere(self, holder: dict[Any, Value]) -> bool:
+        """Whether these are the fields of a thing that is neither a scope nor the object whose method this is."""
+        scope: Scope | None = self.frame.scope
+        while scope is not None:
+            own = scope.names.get("self")
+            if holder is scope.names or holder is scope.module.names or (own is not None and holder is own.fields):
+                return False
+            scope = scope.parent
+        return True
 
     def _ended(self, conditions: tuple[Condition, Condition], flows: list[Flow]) -> Flow:
         """What follows a branch of which one arm leaves stands under the other's condition."""
