@@ -10,7 +10,7 @@ import pytest
 
 from paceline.doctor.examine import Examination
 from paceline.doctor.findings import Finding, as_json, as_text
-from paceline.doctor.watching.compared import compared
+from paceline.doctor.watching.compared import compared, without_norms
 from paceline.doctor.watching.comparison import Comparison
 from paceline.doctor.watching.explaining import explained, proven
 from paceline.doctor.watching.records import Account, Place, Record, Run
@@ -259,3 +259,20 @@ def test_a_difference_that_is_explained_by_nothing_makes_a_script_sick() -> None
     assert json.loads(as_json([], [], told))["comparison"]["equal"] is False
     assert "comparison" not in json.loads(as_json([], []))
     assert as_text([], [], three()).endswith("Nothing found.")
+
+
+def test_batch_norms_are_the_reason_if_nothing_is_left_without_them() -> None:
+    differs, same, unknown = three([1.0, -2.0, 0.5, 4.0]), three(), three(drew=True, gradient=scaled(2))
+    local = Run(accounts=[Told(0).step(GRADIENT, normed=True).account])
+    synced = Run(accounts=[Told(0).step(GRADIENT, normed=True, synced=True).account])
+
+    (found,) = proven(without_norms(differs, same, local), [])
+    assert (found.id, found.level) == ("batchnorm-unsynced", "advice")
+    left = without_norms(differs, differs, local)
+    assert left.equal is False
+    assert "even with" in left.why
+    assert without_norms(differs, same, synced).equal is True
+    told = without_norms(differs, unknown, local)
+    assert told.equal is None
+    assert not told.broken
+    assert not list(proven(told, []))

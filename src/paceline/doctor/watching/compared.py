@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from paceline.doctor.watching.comparison import Comparison, Shown
@@ -26,7 +27,7 @@ from paceline.doctor.watching.steps import (
     weighed,
 )
 
-__all__ = ["compared"]
+__all__ = ["compared", "without_norms"]
 
 _SAME: Final = 1e-5
 """Weights that differ by less have not come apart; nor have losses, but for rounding."""
@@ -89,6 +90,28 @@ def compared(several: Run, alone: Run) -> Comparison:
         loss=_losses(done),
         gradient=gap.as_dict(step),
         why=told + (f"; not compared after that: {reason}" if reason else ""),
+    )
+
+
+def without_norms(seen: Comparison, still: Comparison, with_ranks: Run) -> Comparison:
+    """What is left of a difference when no batch norm depends on who has which samples.
+
+    Args:
+        seen: the difference, and ``still``: the same two runs with the norms' running statistics.
+        with_ranks: the run of some ranks that led to ``seen``.
+    """
+    if still.equal is None:
+        why = f"{seen.why}, as far as that is not the batch norms' doing; without these: {still.why}"
+        return replace(seen, equal=None, why=why, shown=())
+    if any(record["synced"] for record in with_ranks.all("measured")):  # on GPUs, and not here
+        return replace(still, why=f"with the running statistics of SyncBatchNorm, which needs GPUs: {still.why}")
+    if not still.equal:
+        return replace(still, why=f"even with the batch norms' running statistics {still.why}")
+    told = f"{seen.why}; with the batch norms' running statistics {still.why}"
+    place = next((record.place for record in with_ranks.accounts[0].of("wrap", "measured")), None)
+    message = "batch norm's statistics come from one rank's samples"
+    return replace(
+        seen, why=told, shown=(Shown(ids=("batchnorm-unsynced",), evidence=told, place=place, message=message),)
     )
 
 

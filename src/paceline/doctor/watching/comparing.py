@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.doctor.lines import named, shown
-from paceline.doctor.watching.compared import compared
+from paceline.doctor.watching.compared import compared, without_norms
 from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
 from paceline.doctor.watching.following import follow
@@ -45,7 +45,7 @@ def compare(
     with_ranks, alone = runs.both(still=False)
     seen = _concluded(with_ranks, alone)
     if seen.equal is False and any(record["normed"] for record in with_ranks.all("measured")):
-        seen = _without_norms(seen, _concluded(*runs.both(still=True)), with_ranks)
+        seen = without_norms(seen, _concluded(*runs.both(still=True)), with_ranks)
     return replace(seen, why=named(seen.why, script), shown=tuple(_as_written(one, script) for one in seen.shown))
 
 
@@ -53,23 +53,6 @@ def _as_written(one: Shown, script: Path) -> Shown:
     """With the file as the user would write it."""
     place = one.place
     return one if place is None else replace(one, place=replace(place, path=shown(place.path, script)))
-
-
-def _without_norms(seen: Comparison, still: Comparison, with_ranks: Run) -> Comparison:
-    """What is left of a difference when no batch norm depends on who has which samples."""
-    if still.equal is None:
-        why = f"{seen.why}, as far as that is not the batch norms' doing; without these: {still.why}"
-        return replace(seen, equal=None, why=why, shown=())
-    if any(record["synced_norms"] for record in with_ranks.all("wrap")):  # on GPUs, and not here
-        return replace(still, why=f"with the running statistics of SyncBatchNorm, which needs GPUs: {still.why}")
-    if not still.equal:
-        return replace(still, why=f"even with the batch norms' running statistics {still.why}")
-    told = f"{seen.why}; with the batch norms' running statistics {still.why}"
-    place = next((record.place for record in with_ranks.accounts[0].of("wrap", "measured")), None)
-    message = "batch norm's statistics come from one rank's samples"
-    return replace(
-        seen, why=told, shown=(Shown(ids=("batchnorm-unsynced",), evidence=told, place=place, message=message),)
-    )
 
 
 class _Runs:

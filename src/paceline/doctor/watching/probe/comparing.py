@@ -209,6 +209,7 @@ class _Steps:
         self.table = (
             Hooked("torch.nn", "Module.__call__", self._model_called, scope="model called"),
             Hooked("torch.nn.functional", "batch_norm", self._normed),
+            Hooked("torch.nn", "SyncBatchNorm.forward", self._norm_synced),
             Hooked("torch.autograd", "backward", self._backward, scope="loss"),
             Hooked(ddp, "DistributedDataParallel.register_comm_hook", self._hook_registered),
             Hooked(ddp, "DistributedDataParallel._register_builtin_comm_hook", self._hook_registered),
@@ -220,7 +221,7 @@ class _Steps:
         self._losses: list[float] = []
         self._rows: list[int] = []
         self._width: list[int] | None = None
-        self._begun = self._drew = self._batch_normed = self._low = False
+        self._begun = self._drew = self._batch_normed = self._synced = self._low = False
 
     def watch(self) -> None:
         """Begins to."""
@@ -245,6 +246,10 @@ class _Steps:
 
     def _normed(self, call: Call) -> Generator[None, Any, None]:
         self._batch_normed |= bool(call["training"])
+        yield
+
+    def _norm_synced(self, _: Call) -> Generator[None, Any, None]:
+        self._synced = True
         yield
 
     def _backward(self, call: Call) -> Generator[None, Any, None]:
@@ -305,6 +310,7 @@ class _Steps:
             width=self._width,
             drew=drew,
             normed=self._batch_normed,
+            synced=self._synced,
             low=self._low or any(p.dtype in (torch.bfloat16, torch.float16) for p in kept),
             hooked=self._hooked,
             rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
