@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -49,9 +49,10 @@ def put_on_cpu(recorder: Recorder, *, local_rank: int, ranks: int, pretending: b
             if hasattr(module, name) and (pretending or name not in _WHETHER_THERE):
                 to_all = module is torch.cuda
                 setattr(module, name, answer if to_all else _to_users(recorder, getattr(module, name), answer))
-    norm: Any = torch.nn.SyncBatchNorm
-    norm.forward = torch.nn.BatchNorm1d.forward  # the same without the others' samples
-    norm._check_input_dim = _constant(None)
+    norm, ddp = cast(Any, torch.nn.SyncBatchNorm), cast(Any, torch.nn.parallel.DistributedDataParallel)
+    # Both refuse the CPU, and shall where the script uses it by itself. The same without the others' samples:
+    norm.forward = devices.if_used(torch.nn.BatchNorm1d.forward, else_call=norm.forward)
+    ddp._passing_sync_batchnorm_handle = devices.if_used(_constant(None), else_call=ddp._passing_sync_batchnorm_handle)
 
 
 class _Devices:
@@ -68,6 +69,10 @@ class _Devices:
         self._told += 1
         if self._told <= _TOLD:
             self._recorder.tell("device", index=index, how=how)
+
+    def if_used(self, function: Callable[..., Any], *, else_call: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as soon as any GPU was named."""
+        return lambda *args, **kwargs: (function if self._told else else_call)(*args, **kwargs)
 
     def choose(self, device: Any) -> None:
         """As ``set_device`` does."""
