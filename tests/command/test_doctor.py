@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -107,14 +108,20 @@ def test_all_rules_are_listed_each_on_a_line_of_its_family(capsys: pytest.Captur
         ([], ["no script", "paceline doctor train.py"]),
         (["--static"], ["no script"]),
         (["missing.py"], ["no file missing.py"]),
-        (["."], ["no file ."]),
+        (["."], ["., which is no file"]),
+        (["book.ipynb", "--static"], ["a notebook"]),
         (["clean.py", "--epochs", "3"], ["unknown --epochs", "behind `--`"]),
         (["clean.py", "extra"], ["unknown extra", "behind `--`"]),
         (["clean.py", "--statics"], ["--statics", "Did you mean '--static'?"]),
-        (["clean.py", "--workers", "1"], ["--workers 1", "at least 2"]),
+        (["clean.py", "--workers", "1"], ["--workers 1", "2 to 64"]),
+        (["clean.py", "--workers", "100000"], ["--workers 100000", "2 to 64"]),
         (["clean.py", "--workers", "two"], ["--workers", "'two'"]),
-        (["clean.py", "--steps", "0"], ["--steps 0", "at least 1"]),
-        (["clean.py", "--timeout", "nan"], ["--timeout nan", "at least 1"]),
+        (["clean.py", "--steps", "0"], ["--steps 0", "1 to 1,000,000"]),
+        (["clean.py", "--timeout", "nan"], ["--timeout nan", "1 to 86,400"]),
+        (["clean.py", "--timeout", "inf"], ["--timeout inf", "1 to 86,400"]),
+        (["clean.py", "--select", "uneven-input"], ["'uneven-input'", "Did you mean 'uneven-inputs'?"]),
+        (["clean.py", "--select", ","], ["--select", "no id of a rule"]),
+        (["clean.py", "--select", "uneven-inputs", "--ignore", "uneven-inputs"], ["at least one rule"]),
         (["clean.py", "--format", "yaml"], ["yaml"]),
         (["clean.py", "--static", "--select", "uneven-input"], ["'uneven-input'", "Did you mean 'uneven-inputs'?"]),
         (["clean.py", "--static", "--ignore", "uneven-inputs,x"], ["'x'", "--explain all"]),
@@ -127,6 +134,17 @@ def test_options_that_make_no_sense_are_refused_before_anything_runs(
 ) -> None:
     line = refused(capsys, *words)
     assert [part for part in says if part not in line] == []
+
+
+def test_a_working_directory_that_was_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, gone = place / "clean.py", place / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        assert "working directory that was removed" in refused(capsys, str(script), "--static")
+    finally:
+        os.chdir(place)
 
 
 def test_what_cannot_be_parsed_cannot_be_looked_at(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import BOUND_BYTES, Account, Place, Run, pack
 from paceline.doctor.watching.scratch import Scratch
 from paceline.doctor.watching.sources import conditions, is_of_rank, loops_around, names_gpus
-from told import ids, seen, two
+from told import Told, ids, run_of, seen, two
 
 SCRIPT = """
 import torch.distributed as dist
@@ -81,6 +81,63 @@ def test_who_leaves_a_loop_that_has_no_break_had_fewer_batches(tmp_path: Path) -
     (finding,) = seen(zero, one)
     assert (finding.id, finding.line) == ("uneven-inputs", 1)
     assert "rank 1 had 2 batches, rank 0 at least 3" in finding.evidence
+
+
+def mid_pass(tmp_path: Path) -> tuple[Told, Told]:
+    """Two ranks in the middle of a pass; of one more is not heard."""
+    script = tmp_path / "train.py"
+    script.write_text("for batch in loader:\n    step(batch)\n")
+    zero, one = two(script)
+    for told, batches in ((zero, 3), (one, 2)):
+        told.tell("loader", 1, loader=0).tell("pass", 1, loader=0, number=0)
+        for batch in range(batches):
+            told.tell("batch", 1, loader=0, indices=[], rows=[]).goes(2, over=batch < 2)
+    return zero, one
+
+
+def test_who_ends_in_the_middle_of_a_pass_has_stopped_early(tmp_path: Path) -> None:
+    zero, one = mid_pass(tmp_path)
+    one.account.code, one.account.ended_s = 0, 20.0
+    (finding,) = seen(zero, one)
+    assert (finding.id, finding.line) == ("rank-local-early-stop", 1)
+    assert "rank 1 ends in the middle of this loop" in finding.message
+
+
+def test_who_waits_for_something_else_in_the_middle_of_a_pass_is_told_with_its_line(tmp_path: Path) -> None:
+    zero, one = mid_pass(tmp_path)
+    one.account.stands = "train.py:7"
+    verdict = judge(run_of(zero, one))
+    assert verdict.findings == ()
+    assert verdict.cannot is not None and "rank 1 stands at train.py:7" in verdict.cannot
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_run_in_which_a_rank_fails_is_not_clean_at_whatever_step(steps: int, script: Path) -> None:
+    zero, one = two(script)
+    for told in (zero, one):
+        for _ in range(steps):
+            told.goes(5).tell("step", 6, **step(["a"], ["b"]))
+    one.account.code, one.account.ended_s = -11, 50.0
+    verdict = judge(run_of(zero, one, stopped="failed"))
+    assert verdict.findings == ()
+    assert verdict.cannot == "rank 1 failed first: killed by signal 11"
+
+
+def test_a_run_without_a_step_says_so(script: Path) -> None:
+    zero, one = (told.tell("end", code=0) for told in two(script))
+    (note,) = judge(run_of(zero, one, stopped="ended")).notes
+    assert note.startswith("no optimizer step was seen")
+
+
+def test_a_player_that_learns_through_the_other_ones_module_bypasses_nothing(script: Path) -> None:
+    """Its own gradients are reduced, the other one's are thrown away."""
+    ranks = two(script)
+    for told in ranks:
+        told.tell("forward", 5, grad=True, communicates=False, ddp=0, training=True, batch=4)
+        told.goes(5).tell("step", 6, **step(["a"], ["b"]))
+        told.tell("around", 7, ddp=1, module="Linear", training=True)
+        told.tell("backward", 7, roots=[], reached=[[0, "synced"], [1, None]]).tell("step", 8, **step(["a"], ["b"]))
+    assert ids(*ranks, stopped="ended") == []
 
 
 def test_who_leaves_the_loop_around_whole_passes_has_stopped_early(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor", "doctor_parser"]
 
+_LIMITS = {"workers": (2, 64), "steps": (1, 1_000_000), "timeout": (1, 86_400)}
+"""Of each option the least and the most that makes sense on one machine."""
+
 _ABOUT = """\
 Finds the data-parallel mistakes in a plain PyTorch training script, made for torchrun: reads it, then runs it under a
 few workers on this machine's CPU. What stands behind `--` goes to the script. Files that it writes go to a scratch
@@ -74,16 +77,27 @@ def _explained(name: str) -> str:
 
 def _look(options: argparse.Namespace, arguments: list[str]) -> int:
     script = _script(options.script)
-    for name, least in (("workers", 2), ("steps", 1), ("timeout", 1)):
-        if not (value := getattr(options, name)) >= least:  # NaN is not either
+    for name, (least, most) in _LIMITS.items():
+        if not least <= (value := getattr(options, name)) <= most:  # NaN is not either
             raise ConfigError(
                 "cannot run a script",
                 found=f"--{name} {value:g}",
-                needed=f"at least {least}",
+                needed=f"{least} to {most:,}",
                 fix=f"Write --{name} {least}, or --static to read the script only",
             )
 
     from paceline.doctor.examine import Limits, examine
+    from paceline.doctor.rules import RULES, rule
+
+    for name in (*options.select, *options.ignore):
+        rule(name)  # before anything is run
+    if not set(options.select or RULES) - set(options.ignore):
+        raise ConfigError(
+            "cannot look for anything",
+            found="--ignore of every rule that is selected",
+            needed="at least one rule",
+            fix="Leave one of the options out",
+        )
 
     def look(limits: Limits | None = None, tell: Callable[[str], None] | None = None) -> Examination:
         rules = {"select": options.select, "ignore": options.ignore}
@@ -139,12 +153,26 @@ def _answer(script: Path, seen: Examination, options: argparse.Namespace) -> int
 
 
 def _script(given: Path | None) -> Path:
-    """The script, which is there."""
-    if given is not None and given.is_file():
+    """The script, which is there, and is one."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "cannot look at a script",
+            found="a working directory that was removed",
+            fix="Change to one that is there",
+        ) from None
+    if given is None:
+        found = "no script"
+    elif given.suffix == ".ipynb":
+        found = f"{given}, a notebook"
+    elif given.is_file():
         return given
+    else:
+        found = f"{given}, which is no file" if given.exists() else f"no file {given}"
     raise ConfigError(
         "cannot look at a script",
-        found="no script" if given is None else f"no file {given}",
+        found=found,
         needed="the path of a Python file",
         fix="Write paceline doctor train.py -- ARGUMENTS OF train.py",
     )
@@ -156,4 +184,7 @@ def _ids(text: str) -> tuple[str, ...]:
     >>> _ids("uneven-inputs, rank-local-skip")
     ('uneven-inputs', 'rank-local-skip')
     """
-    return tuple(name for part in text.split(",") if (name := part.strip()))
+    names = tuple(name for part in text.split(",") if (name := part.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError("no id of a rule; `paceline doctor --explain all` lists them")
+    return names

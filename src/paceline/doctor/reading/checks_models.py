@@ -160,13 +160,17 @@ def params_changed_after_wrap(trace: Trace) -> Iterator[Found]:
         while_training = [event for event in changes if any(loop.number in looped for loop in event.loops)]
         turned = {value.only for event in while_training if (value := _switch(event)) is not None}
         taken_in_turns = {True, False} <= turned  # as GANs do: frozen and trained again within each step
+        some_frozen = any((value := _switch(event)) is not None and value.only is not True for event in changes)
         for event in changes:
             owner = event.subject.fields.get("owner", event.subject)
             if event.number < wrap.number or not {id(owner), id(event.subject)} & parts:
                 continue
             if _wrapped_again(trace, wrap, event) or not any(may_follow(event, backward) for backward in trained):
                 continue
-            switches = _switch(event) is not None and not taken_in_turns and not _is_teacher(event, wrap)
+            value = _switch(event)
+            switches = value is not None and not taken_in_turns and not _is_teacher(event, wrap)
+            if value is not None and value.only is True and not some_frozen:
+                continue  # as it was
             if switches or _replaces(event):
                 what = "which parameters are trained" if switches else "the model's parameters"
                 yield Found(event, f"this changes {what} after DDP took its list of them at line {wrap.line}")

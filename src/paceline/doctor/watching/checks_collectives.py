@@ -289,6 +289,15 @@ def _left(run: Run, ways: Parting) -> Iterator[Finding] | None:
             f"rank {left.rank} left after {count(done[left.rank], 'round')}, rank {stays.rank} began round "
             f"{done[stays.rank]}; {evidence}",
         )
+    if (last := next(reversed(passes(left)), None)) is not None and not last.whole:  # there was more for it
+        if left.ended_s is None:
+            return iter(())  # it waits for something else, and is told with where it stands
+        return found(
+            "rank-local-early-stop",
+            Place(loop.path, loop.line),
+            f"rank {left.rank} ends in the middle of this loop, and the others go on",
+            evidence,
+        )
     return found(
         "uneven-inputs",
         Place(loop.path, loop.line),

@@ -52,7 +52,10 @@ def ddp_forward_bypassed(run: Run) -> Iterator[Finding]:
         if any(_meets_by_hand(one) for one in those):
             continue
         one = those[0]
-        bypassed = [ddp for ddp, pending in _reached(one).items() if pending is None]
+        reached = _reached(one)
+        bypassed = [ddp for ddp, pending in reached.items() if pending is None]
+        if "synced" in reached.values() and not differ(those, "grads"):
+            continue  # a player's step through the other one, whose gradients nobody steps with
         around = [record for record in one.of("around") if record["ddp"] in bypassed and record["training"]]
         if not bypassed or one.of("forward") or not (around or one.of("backward")):
             continue

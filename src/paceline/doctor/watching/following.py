@@ -20,6 +20,8 @@ _STUCK_S = 4.0
 keeps a process waiting for a second or two."""
 _STILL_S = 20.0
 """The same of ranks of which it is not known what they wait for: a disk, a download, a lock."""
+_NAP_S = 60.0
+"""Nobody sleeps longer than that at a time who means to go on."""
 _GRACE_S = 4.0
 """When one rank has failed, the others have so long to fail too, so that each tells its own reason."""
 _FINISH_S = 5.0
@@ -132,8 +134,8 @@ class _Following:
         if self._all_meet(living):
             return _STUCK_S
         waits = [rank.account.waiting() for rank in living]
-        asleep = any(wait is not None and wait.kind == "sleep" for wait in waits)
-        return float("inf") if asleep else _STILL_S
+        naps = [float(wait["seconds"] or 0.0) for wait in waits if wait is not None and wait.kind == "sleep"]
+        return _STILL_S + max((nap for nap in naps if nap <= _NAP_S), default=0.0)
 
     def _all_meet(self, living: Sequence[Rank]) -> bool:
         """Whether all that live wait for others."""

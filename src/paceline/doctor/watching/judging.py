@@ -120,15 +120,16 @@ def _cannot(run: Run) -> Iterator[str]:
     """Why finding nothing would mean nothing, if it would."""
     if run.stopped == "hang":
         yield f"no rank got on any more: {'; '.join(map(_stands, run.accounts))}"
+    failure = _failure(run)
+    if failure is not None and run.stopped in ("failed", "ended"):  # at whatever step: it did not train
+        yield failure
     if run.stopped == "steps" or any(True for _ in run.all("step")):
         return
     if run.stopped == "spawned":
         yield "the script starts processes of its own, into which the run pass does not look"
     elif run.stopped == "time":
         yield "time was up before the first optimizer step; --timeout gives more"
-    elif (failure := _failure(run)) is not None:
-        yield failure
-    elif not any(True for _ in run.all("end")):
+    elif failure is None and not any(True for _ in run.all("end")):
         yield "the ranks left by os._exit or the like, before their first optimizer step"
 
 
@@ -144,6 +145,8 @@ def _limits(run: Run) -> Iterator[str]:
             "and it was not compared who meets whom"
         )
     taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)
+    if run.stopped == "ended" and not taken and _failure(run) is None:
+        yield "no optimizer step was seen on every rank: the rules about training had nothing to look at"
     if run.stopped == "steps":
         yield f"the run was ended after {taken} optimizer steps on each rank (--steps)"
     elif run.stopped == "time" and taken:

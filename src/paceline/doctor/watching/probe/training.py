@@ -267,7 +267,7 @@ def _backward(call: Call) -> Generator[None, Any, None]:
     number = call.recorder.tell("backward", roots=told, onto=_untouched(models))
     yield
     reached = {own: replicas.pending.get(own) for own, marks in before.items() if _marks(models[own]) != marks}
-    for own in before:
+    for own in reached:  # a forward of another model may have its backward yet to come
         replicas.pending.pop(own, None)
     replicas.marks = {
         id(p): (id(p.grad), p.grad._version) for m in models.values() for p in m.parameters() if p.grad is not None
