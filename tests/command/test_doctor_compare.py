@@ -109,7 +109,9 @@ def of(*changes: tuple[str, str]) -> Comparison:
     return compare(written(*changes), [], Limits(timeout_s=400))
 
 
-@pytest.mark.parametrize("changes", [pytest.param(CHANCE, id="chance"), pytest.param(ACCUMULATES, id="accumulates")])
+@pytest.mark.parametrize(
+    "changes", [pytest.param(CHANCE, id="chance"), pytest.param(ACCUMULATES, id="accumulates", marks=pytest.mark.long)]
+)
 def test_a_right_script_computes_the_same(changes: list[tuple[str, str]]) -> None:
     told = of(*changes)
     assert told.equal is True, told.why
@@ -119,6 +121,7 @@ def test_a_right_script_computes_the_same(changes: list[tuple[str, str]]) -> Non
     assert not told.broken
 
 
+@pytest.mark.long
 def test_a_loss_times_the_number_of_ranks() -> None:
     told = of(("loss.backward()", "(loss * world).backward()"))
     (found,) = proven(told, [])
@@ -126,6 +129,7 @@ def test_a_loss_times_the_number_of_ranks() -> None:
     assert "the gradient of step 1 is 2.00 times" in found.evidence
 
 
+@pytest.mark.long
 def test_a_batch_norm_is_proven_to_be_the_reason() -> None:
     told = of(("nn.Identity()", "nn.BatchNorm1d(16)"))
     (found,) = proven(told, [])
@@ -159,6 +163,7 @@ def test_means_over_the_tokens_of_padded_samples() -> None:
     assert [found.id for found in proven(told, [])] == ["unequal-weight-average"], told.why
 
 
+@pytest.mark.long
 def test_a_bypassed_wrapper() -> None:
     told = of(("model(x)", "model.module(x)"))
     assert told.equal is False

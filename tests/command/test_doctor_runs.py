@@ -268,7 +268,12 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL]
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        signal.SIGKILL,
+    ],
 )
 def test_nothing_is_left_behind_when_the_doctor_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     """Not those either whom a rank puts into a session of their own."""
@@ -313,6 +318,7 @@ def test_nothing_is_left_behind_when_the_doctor_is_ended(number: signal.Signals,
                 process.kill()
 
 
+@pytest.mark.long
 def test_a_heartbeat_does_not_hide_a_hang() -> None:
     """A thread that sleeps and tells goes on whatever the rank waits for."""
     told, took_s = watched(
