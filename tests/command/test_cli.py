@@ -33,21 +33,15 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_help_is_immediate_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
+    """So that it is there at once."""
     code = (
         "import sys; from paceline.cli import main; main(['--help']); "
-        "heavy = {'torch', 'numpy', 'jsonargparse', 'rich', 'yaml'} & set(sys.modules); "
+        "heavy = {'torch', 'numpy', 'jsonargparse', 'rich', 'yaml', 'asyncio'} & set(sys.modules); "
         "sys.exit(str(heavy) if heavy else 0)"
     )
-    best = 9.0
-    for _ in range(5):
-        begun = time.perf_counter()
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-        best = min(best, time.perf_counter() - begun)
-        assert found.returncode == 0, found.stderr
-        if best < 0.3:
-            break
-    assert best < 0.3
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
     assert [name for name in COMMANDS if f"  {name}" not in found.stdout] == []
 
 
