@@ -26,16 +26,19 @@ def trained(
     after: Touch = lambda *_: None,
     data: Dataset[Any] = DATA,
     lanes: int = 2,
+    compiled: bool = False,
 ) -> str:
     recipe = Recipe(batch=4 * lanes, micro_batch=4 if lanes == 1 else 2, lanes=lanes, steps=3)
     with Run(recipe) as run:
         model = nn.Linear(3, 3)
+        # All of torch's compiler but the kernels, for a function of ours: it does not look into one of torch's.
+        forward = torch.compile(lambda x_BF: model(x_BF), backend="eager", fullgraph=True) if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
 
         def step(step: Step) -> None:
             for x_BF, y_BF in step:
-                step.backward((model(x_BF) - y_BF).square().sum(), weight=len(x_BF))
+                step.backward((forward(x_BF) - y_BF).square().sum(), weight=len(x_BF))
                 inside(model, optimizer, run)
             behind(model, optimizer, run)
             step.update(optimizer)
@@ -61,6 +64,13 @@ def trained(
 def test_touching_them_is_an_error(touch: Touch, lanes: int) -> None:
     with pytest.raises(UsageError, match="cannot touch gradients here"):
         trained(inside=touch, lanes=lanes)
+
+
+def test_the_compiler_looks_at_all_that_parameters_have_and_may() -> None:
+    """It does so in the first forward, inside of the loop."""
+    assert trained(compiled=True) == trained()
+    with pytest.raises(UsageError, match="cannot touch gradients here"):
+        trained(inside=lambda model, optimizer, run: model.weight.grad.norm(), compiled=True)
 
 
 def test_taking_them_off_in_the_loop_changes_nothing() -> None:

@@ -36,6 +36,9 @@ class _NotYet(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._guards.TracingContext.try_get() is not None:  # torch's compiler looks at all that parameters have
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
         raise UsageError(
             "cannot touch gradients here",
             found="the loop over the step, in which they are a part of the sum",
