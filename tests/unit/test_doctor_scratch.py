@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -262,12 +263,18 @@ print(json.dumps([said, told]))
 """
 
 
+@functools.cache
 def landlock() -> bool:
     code = (
         "from paceline.doctor.watching.probe.landlock import confine; from pathlib import Path\n"
         "raise SystemExit(not confine([Path('/dev/shm')]))"
     )
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def skip_without_landlock(kernel: bool) -> None:
+    if kernel and not landlock():
+        pytest.skip("this kernel has no Landlock")
 
 
 def state(folder: Path) -> dict[str, object]:
@@ -309,8 +316,7 @@ def acted(tmp_path: Path, acts: Mapping[str, str], *, kernel: bool) -> tuple[dic
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["landlock", "python"])
 def test_nothing_that_python_does_changes_a_file_of_the_users(tmp_path: Path, kernel: bool) -> None:
-    if kernel and not landlock():
-        pytest.skip("this kernel has no Landlock")
+    skip_without_landlock(kernel)
     said, refused = acted(tmp_path, ACTS, kernel=kernel)
     assert [name for name, error in said.items() if error is None] == []
     kinds = {"RefusedError", "OperationalError"}  # the latter: SQLite opens it to read, and is refused to write
@@ -320,16 +326,14 @@ def test_nothing_that_python_does_changes_a_file_of_the_users(tmp_path: Path, ke
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["landlock", "python"])
 def test_what_changes_no_file_of_the_users_is_let_through(tmp_path: Path, kernel: bool) -> None:
-    if kernel and not landlock():
-        pytest.skip("this kernel has no Landlock")
+    skip_without_landlock(kernel)
     said, refused = acted(tmp_path, ALLOWED, kernel=kernel)
     assert {name: error for name, error in said.items() if error is not None} == {}
     assert refused == []
 
 
 def test_with_landlock_nobody_changes_a_file_of_the_users(tmp_path: Path) -> None:
-    if not landlock():
-        pytest.skip("this kernel has no Landlock")
+    skip_without_landlock(True)
     said, _ = acted(tmp_path, ACTS_IN_C, kernel=True)
     assert [name for name, error in said.items() if error is None] == []
 

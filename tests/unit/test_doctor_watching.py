@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from paceline.doctor.rules import RULES
+from paceline.doctor.watching.following import patience_s
 from paceline.doctor.watching.judging import judge
+from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.hooking import Call, Hooked, install
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import BOUND_BYTES, Account, Place, Run, pack
@@ -300,6 +302,33 @@ def test_a_record_is_over_when_its_end_is_told() -> None:
     account.take(pack({"kind": "done", "of": 1, "facts": {"more": 2}, **common}))
     assert account.waiting() is None
     assert account.records[0].facts == {"op": "barrier", "more": 2}
+
+
+def doing(rank: int, kind: str, **facts: Any) -> Account:
+    """A rank that has begun something, and is still at it."""
+    account = Account(rank=rank)
+    account.take(
+        pack({"kind": kind, "number": 1, "places": [], "syncs": 0, "facts": facts, "at_s": 1.0, "child": None})
+    )
+    return account
+
+
+def test_who_sleeps_a_while_is_waited_for_and_who_sleeps_for_ever_is_not() -> None:
+    meets = doing(0, "collective", op="barrier")
+    met = patience_s([meets, doing(1, "collective", op="barrier")])
+    elsewhere = patience_s([meets, doing(1, "step")])
+    assert met < elsewhere
+    assert patience_s([meets, doing(1, "sleep", seconds=30)]) == elsewhere + 30
+    assert patience_s([meets, doing(1, "sleep", seconds=1e6)]) == elsewhere
+
+
+def test_what_refuses_the_cpu_refuses_it_until_a_gpu_is_named(heard: tuple[Recorder, socket.socket]) -> None:
+    """A script that uses the CPU by itself is answered as torch would."""
+    devices = _Devices(heard[0], 0)
+    norm = devices.if_used(lambda: "stands in", else_call=lambda: "refuses")
+    assert norm() == "refuses"
+    devices.tell("cuda:0")
+    assert norm() == "stands in"
 
 
 def test_a_message_is_bounded() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.doctor.watching.ranks import Rank
-from paceline.doctor.watching.records import MEETINGS, Run, Stopped
+from paceline.doctor.watching.records import MEETINGS, Account, Run, Stopped
 from paceline.stacks import Dumping, collect, users_line
 
-__all__ = ["follow"]
+__all__ = ["follow", "patience_s"]
 
 _TICK_S = 0.5
 _STUCK_S = 4.0
@@ -100,12 +100,13 @@ class _Following:
         still_s = now_s - self._moved_s
         if self._enough_s is not None and now_s > self._enough_s + _FINISH_S:
             ends = any(rank.account.told["end"] for rank in living)
-            stuck = still_s > 2 * _TICK_S and self._all_meet(living)
+            stuck = still_s > 2 * _TICK_S and _all_meet([rank.account for rank in living])
             if not ends and not stuck:
                 return "steps"
         if now_s > self._deadline_s:  # whoever waits for the others then has waited for nothing
-            return "hang" if still_s > _STUCK_S / 2 and self._all_meet(living) else "time"
-        return "hang" if still_s > self._patience_s(living) else None
+            stuck = still_s > _STUCK_S / 2 and _all_meet([rank.account for rank in living])
+            return "hang" if stuck else "time"
+        return "hang" if still_s > patience_s([rank.account for rank in living]) else None
 
     def _tell_how_far(self) -> None:
         accounts = [rank.account for rank in self._ranks]
@@ -130,17 +131,20 @@ class _Following:
                 self._moved_s = now_s
             self._cpu_s[number] = cpu_s
 
-    def _patience_s(self, living: Sequence[Rank]) -> float:
-        if self._all_meet(living):
-            return _STUCK_S
-        waits = [rank.account.waiting() for rank in living]
-        naps = [float(wait["seconds"] or 0.0) for wait in waits if wait is not None and wait.kind == "sleep"]
-        return _STILL_S + max((nap for nap in naps if nap <= _NAP_S), default=0.0)
 
-    def _all_meet(self, living: Sequence[Rank]) -> bool:
-        """Whether all that live wait for others."""
-        waits = [rank.account.waiting() for rank in living]
-        return all(wait is not None and wait.kind in MEETINGS for wait in waits)
+def patience_s(living: Sequence[Account]) -> float:
+    """How long nothing may move until it is certain that nothing will. A rank that sleeps a while is waited for."""
+    if _all_meet(living):
+        return _STUCK_S
+    waits = [account.waiting() for account in living]
+    naps = [float(wait["seconds"] or 0.0) for wait in waits if wait is not None and wait.kind == "sleep"]
+    return _STILL_S + max((nap for nap in naps if nap <= _NAP_S), default=0.0)
+
+
+def _all_meet(living: Sequence[Account]) -> bool:
+    """Whether all that live wait for others."""
+    waits = [account.waiting() for account in living]
+    return all(wait is not None and wait.kind in MEETINGS for wait in waits)
 
 
 def _cpu_s(groups: Sequence[int]) -> dict[int, float]:
