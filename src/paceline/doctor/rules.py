@@ -7,11 +7,12 @@ is less bad, never that it is worse, whichever pass found it.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
 
-from paceline.errors import UsageError, did_you_mean
+from paceline.errors import UsageError
 
 __all__ = ["RULES", "Family", "Rule", "Severity", "explain", "rule"]
 
@@ -391,11 +392,13 @@ def rule(name: str) -> Rule:
     """
     if name in RULES:
         return RULES[name]
+    near = difflib.get_close_matches(name, RULES, n=1)
+    asked = f"Did you mean {near[0]!r}? " if near else ""  # a list of them all would be no help here
     raise UsageError(
         "cannot find a rule",
         found=repr(name),
         needed="one of the doctor's rules",
-        fix=f"{did_you_mean(name, RULES)}. `paceline doctor --explain all` lists them",
+        fix=f"{asked}`paceline doctor --explain all` lists them",
     )
 
 
