@@ -85,7 +85,7 @@ class Arithmetic(Machine):
             if (decided := values[-1].decided()) is (not is_and):
                 break
             if decided is None:
-                level.append(Condition(values[-1], is_and, node.lineno))
+                level.append(self.condition(values[-1], is_and, part))
         self.levels.pop()
         if len(values) == 1 or (values[-1].decided() is (not is_and) and all(v.decided() is not None for v in values)):
             return values[-1]
@@ -154,7 +154,7 @@ class Arithmetic(Machine):
         def arm(expression: ast.expr) -> Callable[[], None]:
             return lambda: found.append(self.evaluate(expression))
 
-        self.branch(test, node.lineno, (arm(node.body), arm(node.orelse)))
+        self.branch(test, node, (arm(node.body), arm(node.orelse)))
         if (decided := test.decided()) is not None:  # taken for decided meanwhile
             return found[not decided]
         return picked(test, found[0], found[1])

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from paceline.doctor.reading.effects import numbered
+from paceline.doctor.reading.effects import numbered, picks, seeded
 from paceline.doctor.reading.flows import carried, detached, joined, labels_of, picked
 from paceline.doctor.reading.instances import Instances
 from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.meaning import content
 from paceline.doctor.reading.objects import bound, class_field, method_of
-from paceline.doctor.reading.trace import Call, Condition
+from paceline.doctor.reading.trace import Call
 from paceline.doctor.reading.values import NONE, VARYING, Known, Value
 
 __all__ = ["Calls"]
@@ -57,7 +57,7 @@ class Calls(Instances):
             return lambda: found.append(NONE if chosen.is_none else self.call(chosen, arguments, keywords, node))
 
         test = function.fields["test"]
-        self.branch(test, getattr(node, "lineno", 0), (arm(function.fields["if"]), arm(function.fields["else"])))
+        self.branch(test, node, (arm(function.fields["if"]), arm(function.fields["else"])))
         return found[0] if len(found) == 1 else picked(test, found[0], found[1])
 
     def call_method(
@@ -125,7 +125,7 @@ class Calls(Instances):
         elif name == "apply" and arguments and arguments[0].kind == "function":
             self.call(arguments[0], [Value("module")], {}, node)
         elif receiver.kind == "generator" and name == "manual_seed":
-            receiver.labels |= frozenset({"rng"}) if labels_of(given.values()) & VARYING else frozenset()
+            receiver.labels |= seeded(labels_of(given.values()))
         elif name == "backward" and "graph" not in receiver.labels and receiver.kind == "tensor":
             receiver.labels |= {"graph"}
         if known.role == "backward":
@@ -170,7 +170,8 @@ class Calls(Instances):
         elif name in ("shuffle",) and arguments and receiver.kind == "generator":
             arguments[0].labels |= receiver.labels & VARYING | {"shuffled"}
         if receiver.kind == "generator":
-            return Value("unknown", receiver.labels & VARYING | labels_of(arguments))
+            labels = receiver.labels & VARYING | labels_of(arguments)
+            return picks(name, labels) or Value("unknown", labels)
         if receiver.kind in ("unknown", "instance") and receiver.name.split(".")[0] not in LIBRARIES:
             _escape(given.values())
         if receiver.kind in ("optimizer", "loader", "sampler", "module", "ddp", "unknown", "instance"):
@@ -270,7 +271,7 @@ class Calls(Instances):
         if code.yields:
             labels = carried([*arguments, *keywords.values()])
             return Value("lazy", labels, function.name, code=Started(code, scope, tuple(self.loops)))
-        call = Call(str(self.frame.scope.module.path), node, code.owner)
+        call = Call(self.path, node, code.owner)
         return self._run(code, scope, call=call)[0]
 
     def _run(
@@ -282,10 +283,10 @@ class Calls(Instances):
     ) -> tuple[Value, list[Value]]:
         """Walks a function's body; what it returns, and what it yields."""
         frame = Frame(scope, code.node, depth=len(self.levels), on_yield=on_yield, call=call)
+        self.frames.append(frame)
         if code.ranks is not None:
             only = Value("scalar", frozenset({"rank", "global_rank"}), known=code.ranks)
-            frame.level.append(Condition(only, True, code.node.lineno))
-        self.frames.append(frame)
+            frame.level.append(self.condition(only, True, code.node))
         self.levels.append(frame.level)
         self.within += code.contexts
         try:

@@ -14,7 +14,7 @@ from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, co
 from paceline.doctor.reading.objects import bound, method_of, submodules
 from paceline.doctor.reading.values import NONE, RANKS, UNKNOWN, VARYING, Known, Value, combined, constant, words
 
-__all__ = ["Effects", "numbered"]
+__all__ = ["Effects", "numbered", "picks", "seeded"]
 
 _DRAWS: Final = words(
     "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like poisson"
@@ -195,7 +195,7 @@ class Effects(Builtins):
             return self._module(name, dict(arguments))
         if known.makes == "generator":
             unseeded = not arguments and not name.startswith("torch")
-            return Value("generator", frozenset({"rng"}) if unseeded or labels & VARYING else frozenset(), name)
+            return Value("generator", frozenset({"rng"}) if unseeded else seeded(labels), name)
         if known.makes in ("dataset", "sampler", "loader"):
             length = self._length(name, arguments, positional)
             return Value(
@@ -273,7 +273,7 @@ class Effects(Builtins):
             labels |= self._drawn_from(keywords)
         elif parent in ("numpy.random", "random"):
             stream = "numpy" if parent.startswith("numpy") else "python"
-            return Value("unknown", labels | self.seeds[stream], name)
+            return picks(last, labels | self.seeds[stream]) or Value("unknown", labels | self.seeds[stream], name)
         return Value("tensor", labels, length=_length_of(parent, last, positional))
 
     def _calculated(self, calculation: Calculation, name: str, operands: list[Value], node: ast.AST) -> Value:
@@ -363,9 +363,21 @@ class Effects(Builtins):
             self.event("worker_seed", event.node, name=event.name, arguments=event.arguments).path = event.path
 
     def _seed(self, name: str, value: Value) -> None:
-        labels = frozenset({"rng"}) if (value.labels | self.implied()) & VARYING else frozenset()
+        labels = seeded(labels_of((value,)) | self.implied())
         own = {"torch": "torch", "numpy": "numpy", "random": "python"}.get(name.split(".")[0])
         self.seeds.update(dict.fromkeys([own] if own is not None else self.seeds, labels))
+
+
+def seeded(labels: frozenset[str]) -> frozenset[str]:
+    """Of the numbers of a generator whose seed is made of that."""
+    return frozenset({"rng"} if labels & VARYING else ())
+
+
+def picks(name: str, labels: frozenset[str]) -> Value | None:
+    """What a generator gives that puts what there is into an order, or picks some of it; ``None``: it does neither."""
+    if name not in ("sample", "permutation", "choice", "choices", "permuted"):
+        return None
+    return Value("list" if name == "sample" else "tensor", labels | {"shuffled"})
 
 
 def agreed(value: Value, labels: set[str]) -> None:

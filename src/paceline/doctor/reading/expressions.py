@@ -12,7 +12,6 @@ from paceline.doctor.reading.arithmetic import Arithmetic
 from paceline.doctor.reading.flows import bounded, labelled, labels_of, tested
 from paceline.doctor.reading.knowledge import LIBRARIES, api, canonical, speaks_of_ranks
 from paceline.doctor.reading.machine import Function, Scope
-from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import MAX_ITEMS, NONE, UNKNOWN, VARYING, Known, Value, combined, constant
 
 __all__ = ["Expressions", "count_of", "order_of"]
@@ -239,7 +238,7 @@ class Expressions(Arithmetic):
             self.event("iterate", first.iter, subject=loader)
         outer = self.frame.scope
         self.frame.scope = Scope({}, outer.module, outer)
-        loop = Loop(self.number(), first.iter.lineno, over, count=count_of(over))
+        loop = self.loop(first.iter, over, count=count_of(over))
         try:
             with self.looping(loop):
                 for element in self.elements(over, loop, first.iter):
@@ -261,7 +260,7 @@ class Expressions(Arithmetic):
 
     def _yieldfrom(self, node: ast.YieldFrom) -> Value:
         over = self.evaluate(node.value)
-        loop = Loop(self.number(), node.lineno, over, count=count_of(over))
+        loop = self.loop(node, over, count=count_of(over))
         for loader in self.loaders(over):
             self.event("iterate", node, subject=loader)
         with self.looping(loop):

@@ -184,6 +184,17 @@ class Machine(ABC):
         if time.monotonic() > self.until_s:
             self.steps_left = 0
 
+    @property
+    def path(self) -> str:
+        """The file that is being read."""
+        return str(self.frame.scope.module.path)
+
+    def condition(self, value: Value, holds: bool, node: ast.AST) -> Condition:
+        return Condition(value, holds, self.path, node)
+
+    def loop(self, node: ast.AST, over: Value, *, is_while: bool = False, count: Value | None = None) -> Loop:
+        return Loop(self.number(), self.path, node, over, is_while, count)
+
     def conditions(self) -> tuple[Condition, ...]:
         return tuple(condition for level in self.levels for condition in level)
 
@@ -207,7 +218,7 @@ class Machine(ABC):
             number=self.number(),
             role=role,
             name=name or role,
-            path=str(self.frame.scope.module.path),
+            path=self.path,
             line=getattr(node, "lineno", 0),
             subject=subject or Value(),
             arguments=arguments or {},
@@ -249,11 +260,12 @@ class Machine(ABC):
     def mark(self) -> int:
         return len(self._journal)
 
-    def branch(self, test: Value, line: int, arms: tuple[Callable[[], Flow], Callable[[], Flow]]) -> Flow:
-        """Walks both arms of a choice, each from the state before it, and joins what they leave."""
+    def branch(self, test: Value, node: ast.AST, arms: tuple[Callable[[], Flow], Callable[[], Flow]]) -> Flow:
+        """Walks both arms of a choice, each from the state before it, and joins what they leave; ``node``: where the
+        test is written."""
         if (decided := test.decided()) is not None:
             return arms[not decided]()
-        conditions = (Condition(test, True, line), Condition(test, False, line))
+        conditions = (self.condition(test, True, node), self.condition(test, False, node))
         flows: list[Flow] = []
         written = []
         marks: list[tuple[int, int]] = []

@@ -112,7 +112,7 @@ class Objects(Expressions):
             above = combined(lambda text, index: str(PurePath(text).parents[index]), value.known, key.known)
             return Value("path", value.labels, known=above)
         if value.kind == "loaded":
-            return Value("loaded", value.labels, fields=value.fields)
+            return Value("loaded", value.labels | labels_of((key,)), fields=value.fields)
         if value.kind in ("dict", "namespace", "state_dict") and isinstance(name := key.only, str):
             if name not in value.fields:
                 default = value.fields.get("*") or Value(labels=part_labels(value))
@@ -297,7 +297,7 @@ class Objects(Expressions):
             case "dict":
                 return Value("scalar", part_labels(value))
             case "enumerate" | "zip" | "range":
-                return self.elements(value, Loop(self.number(), 0, value), node)[0]
+                return self.elements(value, self.loop(node, value), node)[0]
         if value.items:
             return labelled(joined(value.items), labels_of((Value(labels=value.labels),)) | order_of(value))
         if isinstance(value.code, Class) and (method := method_of(value, "__iter__")) is not None:

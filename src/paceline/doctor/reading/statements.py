@@ -89,7 +89,7 @@ class Reader(Definitions):
 
     def _do_if(self, node: ast.If) -> Flow:
         test = self.evaluate(node.test)
-        return self.branch(test, node.lineno, (lambda: self.execute(node.body), lambda: self.execute(node.orelse)))
+        return self.branch(test, node, (lambda: self.execute(node.body), lambda: self.execute(node.orelse)))
 
     def _do_match(self, node: ast.Match) -> Flow:
         subject = self.evaluate(node.subject)
@@ -108,8 +108,7 @@ class Reader(Definitions):
             test = constant(True)
             if first.pattern.name is not None:
                 self.write(self.frame.scope.names, first.pattern.name, subject)
-        line = first.pattern.lineno
-        return self.branch(test, line, (lambda: self.execute(first.body), lambda: self._cases(rest, subject)))
+        return self.branch(test, first.pattern, (lambda: self.execute(first.body), lambda: self._cases(rest, subject)))
 
     def _do_try(self, node: ast.Try) -> Flow:
         self._within_try += 1
@@ -126,7 +125,7 @@ class Reader(Definitions):
             def handled(body: list[ast.stmt] = handler.body) -> Flow:
                 return self.execute(body)
 
-            self.branch(raised, handler.lineno, (handled, lambda: None))
+            self.branch(raised, handler, (handled, lambda: None))
         ended = self.execute(node.finalbody)
         return ended or flow
 
@@ -138,7 +137,7 @@ class Reader(Definitions):
         over = self._iterated(self.evaluate(node.iter), node)
         for loader in loaders_in(over):
             self.event("iterate", node, subject=loader)
-        loop = Loop(self.number(), node.lineno, over, count=count_of(over))
+        loop = self.loop(node, over, count=count_of(over))
 
         def once() -> Flow:
             flow: Flow = None
@@ -189,7 +188,7 @@ class Reader(Definitions):
         test = self.evaluate(node.test)
         if test.decided() is False:
             return self.execute(node.orelse)
-        loop = Loop(self.number(), node.lineno, test, is_while=True)
+        loop = self.loop(node, test, is_while=True)
 
         def once() -> Flow:
             loop.over = self.evaluate(node.test)

@@ -21,15 +21,25 @@ class Loop:
     """A loop of the script.
 
     Args:
+        path: the file, and ``node`` the place in it: of a ``for`` or ``while`` all of the statement.
         over: what it iterates; of a ``while``: its test.
         count: how many iterations, on each rank.
     """
 
     number: int
-    line: int
+    path: str
+    node: ast.AST
     over: Value
     is_while: bool = False
     count: Value | None = None
+
+    @property
+    def line(self) -> int:
+        return getattr(self.node, "lineno", 0)
+
+    @property
+    def last_line(self) -> int:
+        return getattr(self.node, "end_lineno", None) or self.line
 
     @property
     def repeats(self) -> bool:
@@ -39,11 +49,22 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must hold for an event to happen: ``value`` is true, or it is false."""
+    """What must hold for an event to happen: ``value`` is true, or it is false; written in ``path`` at ``node``."""
 
     value: Value
     holds: bool
-    line: int
+    path: str
+    node: ast.AST
+
+    @property
+    def line(self) -> int:
+        return getattr(self.node, "lineno", 0)
+
+    @property
+    def text(self) -> str:
+        """The test as it is written; of what has none, its first line."""
+        test = getattr(self.node, "test", None) or getattr(self.node, "type", None) or self.node
+        return ast.unparse(test).splitlines()[0]
 
     @property
     def ranks(self) -> frozenset[int]:
