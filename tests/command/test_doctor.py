@@ -136,6 +136,42 @@ def test_options_that_make_no_sense_are_refused_before_anything_runs(
     assert [part for part in says if part not in line] == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["missing.py", "--format", "json"],
+        ["--format=json"],
+        ["clean.py", "--workers", "two", "--format", "json"],
+        ["clean.py", "--static", "--select", "uneven-input", "--format", "json"],
+        ["clean.py", "--format", "json", "--unknown"],
+        ["--explain", "set-epoch", "--format", "json"],
+    ],
+    ids=" ".join,
+)
+def test_programs_are_told_in_json_why_nothing_was_looked_at(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    out, err = capsys.readouterr()
+    (note,) = json.loads(out)["notes"]
+    assert err == f"paceline: error: {note}\n"
+    assert json.loads(out)["findings"] == []
+
+
+def test_what_stands_behind_the_dashes_is_the_scripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "missing.py", "--", "--format", "json")
+
+
+def test_rules_are_explained_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--explain", "uneven-inputs", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("page") == explain("uneven-inputs")
+    assert main(["doctor", "--explain", "all", "--format", "json"]) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert [rule["id"] for rule in rules] == list(RULES)
+    assert told in rules and set(told) == {"id", "family", "severity", "title", "fix"}
+
+
 def test_a_working_directory_that_was_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, gone = place / "clean.py", place / "gone"
     gone.mkdir()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import Parser
 from paceline.errors import EXIT_BAD_USAGE, EXIT_DONE, EXIT_FAILED, ConfigError, UsageError
@@ -49,15 +52,33 @@ def doctor_parser() -> Parser:
 
 def doctor(words: list[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
-    parser = doctor_parser()
-    options = parser.read(words[:cut])
     try:
-        if options.explain is not None:
-            print(_explained(options.explain))
-            return EXIT_DONE
-        return _look(options, words[cut + 1 :])
-    except UsageError as error:  # here it is the command line's
+        return _doctor(words[:cut], words[cut + 1 :])
+    except (ConfigError, UsageError) as error:
+        if _for_programs(words[:cut]):
+            from paceline.doctor.findings import as_json
+
+            print(as_json((), [str(error)]))
+        if isinstance(error, ConfigError):
+            raise
+        # here it is the command line's
         raise ConfigError(error.problem, found=error.found, needed=error.needed, fix=error.fix) from None
+
+
+def _doctor(words: list[str], arguments: list[str]) -> int:
+    options = doctor_parser().read(words)
+    if options.explain is None:
+        return _look(options, arguments)
+    if options.format == "json":
+        print(json.dumps(_explained_to_programs(options.explain), indent=2))
+    else:
+        print(_explained(options.explain))
+    return EXIT_DONE
+
+
+def _for_programs(words: list[str]) -> bool:
+    """Whether JSON is wanted, however little else of the command line can be read."""
+    return "--format=json" in words or ("--format", "json") in itertools.pairwise(words)
 
 
 def _explained(name: str) -> str:
@@ -73,6 +94,14 @@ def _explained(name: str) -> str:
             family = rule.family
         lines.append(f"  {rule.id:<30} {rule.severity:<8} {rule.title}")
     return "\n".join(lines)
+
+
+def _explained_to_programs(name: str) -> dict[str, Any]:
+    from paceline.doctor.rules import RULES, explain, rule
+
+    if name == "all":
+        return {"rules": [dataclasses.asdict(known) for known in RULES.values()]}
+    return {**dataclasses.asdict(rule(name)), "page": explain(name)}
 
 
 def _look(options: argparse.Namespace, arguments: list[str]) -> int:
