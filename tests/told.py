@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run, Stopped
 
-__all__ = ["Told", "ids", "run_of", "seen", "two"]
+__all__ = ["Ranks", "Told", "ids", "rules", "run_of", "seen", "two"]
+
+Check = Callable[[Run], Iterator[Finding]]
 
 
 class Told:
@@ -61,3 +64,80 @@ def seen(*told: Told, stopped: Stopped = "hang") -> list[Finding]:
 
 def ids(*told: Told, stopped: Stopped = "hang") -> list[str]:
     return [finding.id for finding in seen(*told, stopped=stopped)]
+
+
+class Ranks:
+    """Two ranks that tell of the same or of different things."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.accounts, self._at_s = path, [Account(rank=0), Account(rank=1)], 0.0
+
+    @classmethod
+    def beside(cls, folder: Path) -> Ranks:
+        """Of a script of six lines in a folder."""
+        path = folder / "train.py"
+        path.write_text("one\ntwo\nthree\nfour\nfive\nsix\n")
+        return cls(path)
+
+    def tell(
+        self,
+        kind: str,
+        *sides: dict[str, Any],
+        lines: Sequence[int] = (1,),
+        child: int | None = None,
+        syncs: int = 0,
+        **facts: Any,
+    ) -> Ranks:
+        """Both ranks tell it: with the same facts, or each with its side's besides. An empty side tells nothing."""
+        assert kind in KINDS or kind == "lock"
+        self._at_s += 1.0
+        for account, own in zip(self.accounts, sides or ({"same": True}, {"same": True}), strict=True):
+            if own:
+                record = Record(
+                    kind=kind,
+                    rank=account.rank,
+                    number=len(account.records),
+                    at_s=self._at_s + account.rank / 4,
+                    places=tuple(Place(str(self.path), line) for line in lines),
+                    child=child,
+                    syncs=syncs,
+                    facts=facts | own,
+                    ended_s=self._at_s + 0.5,
+                )
+                account.records.append(record)
+        return self
+
+    def goes(
+        self, *, loader: int | None = None, lines: Sequence[int] = (5,), onto: bool = False, **facts: Any
+    ) -> Ranks:
+        """A batch of a loader, forward and backward."""
+        if loader is not None:
+            self.tell("batch", loader=loader, number=0, indices=[], rows=["a"])
+        self.tell("forward", lines=lines, grad=True, ddp=0, training=True, input=facts.pop("input", None), batch=4)
+        facts = {"roots": [[["MeanBackward0", 4.0]]], "reached": [[0, "synced"]], **facts}
+        return self.tell("backward", lines=lines, onto=onto, **facts)
+
+    def steps(self, *sides: dict[str, Any], **facts: Any) -> Ranks:
+        whole: dict[str, Any] = {
+            "optimizer": 0,
+            "plain": True,
+            "values": ["a"],
+            "grads": ["g"],
+            "sample": [[1.0]],
+            "grad_sample": [[0.0]],
+        }
+        return self.tell("step", *sides, lines=(6,), **(whole | {"touched": False, "names": ["weight"]} | facts))
+
+    def loads(self, *numbers: int) -> Ranks:
+        """Loaders of these numbers are made and gone over."""
+        for number in numbers:
+            self.tell("loader", loader=number, workers=0).tell("pass", loader=number, number=0)
+        return self
+
+    def found(self, check: Check) -> list[Finding]:
+        return list(check(Run(accounts=self.accounts, stopped="ended")))
+
+
+def rules(found: Sequence[Finding]) -> list[str]:
+    """By their ids."""
+    return [finding.id for finding in found]

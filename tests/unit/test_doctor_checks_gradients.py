@@ -1,0 +1,210 @@
+"""What a run concludes about losses, gradients and weights.
+
+Each test holds a right way and the wrong one that it resembles, as the ranks would tell of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.doctor.watching import (
+    checks_gradients,
+    checks_replicas,
+)
+from paceline.doctor.watching.probe import communication, optimizers, training
+from told import Ranks, rules
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks.beside(tmp_path)
+
+
+def micro_batches(ranks: Ranks, *, onto: bool = True, lines: Sequence[Sequence[int]] = ((5,), (5,))) -> None:
+    """Two batches of a loader before each step."""
+    ranks.loads(0)
+    for _ in range(3):
+        ranks.goes(loader=0, lines=lines[0]).goes(loader=0, lines=lines[1], onto=onto).steps()
+
+
+ACCUMULATES: dict[str, tuple[Callable[[Ranks], object], bool]] = {
+    "micro-batches": (micro_batches, True),
+    "micro-batches, the last one elsewhere": (lambda ranks: micro_batches(ranks, lines=((5,), (3,))), True),
+    "micro-batches, through a helper": (lambda ranks: micro_batches(ranks, lines=((2, 5), (2, 5))), True),
+    "zeroed between": (lambda ranks: micro_batches(ranks, onto=False), False),
+    "two losses of a batch": (
+        lambda ranks: [
+            ranks.loads(0),
+            *(ranks.goes(loader=0).goes(onto=True).steps() for _ in range(3)),
+        ],
+        False,
+    ),
+    "a batch of each of two loaders": (
+        lambda ranks: [
+            ranks.loads(0, 1),
+            *(ranks.goes(loader=0).goes(loader=1, onto=True).steps() for _ in range(3)),
+        ],
+        False,
+    ),
+    "samples of its own": (
+        lambda ranks: [ranks.goes(input=f"{n}").goes(input=f"{n}'", onto=True).steps() for n in range(3)],
+        True,
+    ),
+    "losses of the same samples": (
+        lambda ranks: [ranks.goes(input=f"{n}").goes(input=f"{n}", onto=True).steps() for n in range(3)],
+        False,
+    ),
+    "real and made up, by a helper": (
+        lambda ranks: [
+            ranks.goes(input="real", lines=(2, 4)).goes(input="fake", lines=(2, 5), onto=True).steps() for _ in range(3)
+        ],
+        False,
+    ),
+    "divided in the gradients": (
+        lambda ranks: [
+            ranks.loads(0),
+            *(ranks.goes(loader=0).goes(loader=0, onto=True).steps(touched=True) for _ in range(3)),
+        ],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACCUMULATES)
+def test_gradients_are_accumulated_only_over_samples_of_their_own(ranks: Ranks, case: str) -> None:
+    told, wrong = ACCUMULATES[case]
+    told(ranks)
+    found = ranks.found(checks_gradients.accumulation_not_normalised)
+    assert rules(found) == ["accumulation-not-normalised"] * wrong
+
+
+@pytest.mark.parametrize(
+    ("divisor", "rule"),
+    [
+        ([], "accumulation-not-normalised"),
+        ([["DivBackward0", 2]], None),
+        ([["DivBackward0", 3]], None),
+        ([["DivBackward0", 4]], "loss-scaled-by-world-size"),
+        ([["MulBackward0", 0.5]], None),
+        ([["gradient", None]], None),
+        (None, None),
+    ],
+)
+def test_what_the_losses_of_two_micro_batches_were_divided_by(
+    ranks: Ranks, divisor: list[list[Any]] | None, rule: str | None
+) -> None:
+    """``None``: they are sums."""
+    ranks.loads(0)
+    roots = [[*divisor, ["MeanBackward0", 4.0]]] if divisor is not None else [[["MseLossBackward0", None]]]
+    for _ in range(3):
+        ranks.goes(loader=0, roots=roots).goes(loader=0, roots=roots, onto=True).steps()
+    checks = checks_gradients.accumulation_not_normalised, checks_gradients.loss_scaled_by_world_size
+    assert [finding.id for check in checks for finding in ranks.found(check)] == ([rule] if rule else [])
+
+
+@pytest.mark.parametrize(("alike", "wrong"), [([True, True], True), ([True, False], False), (None, False)])
+def test_only_weights_that_are_to_be_equal_are_compared(ranks: Ranks, alike: list[bool] | None, wrong: bool) -> None:
+    ranks.tell("init")
+    for own, other in (("b", "c"), ("d", "e")):
+        told = {"alike": alike, "names": ["body", "head"], "sample": [[0.0], [1.0]], "grads": ["g", "g"]}
+        ranks.goes().steps({"values": ["a", own]}, {"values": ["a", other]}, **told)
+    found = ranks.found(checks_replicas.replicas_start_different) + ranks.found(checks_replicas.replicas_diverged)
+    assert rules(found) == ["replicas-start-different", "replicas-diverged"] * wrong
+    if wrong:
+        assert found[1].evidence.endswith(", in head")
+
+
+@pytest.mark.parametrize(
+    ("copied", "touched", "wrong"), [(False, False, True), (True, True, True), (True, False, False)]
+)
+def test_a_copy_of_gradients_that_is_not_put_back_is_for_show(
+    ranks: Ranks, copied: bool, touched: bool, wrong: bool
+) -> None:
+    ranks.goes().tell("collective", op="all_reduce", ranks=[0, 1], grads="ddp", copied=copied).steps(touched=touched)
+    assert rules(ranks.found(checks_gradients.redundant_grad_allreduce)) == ["redundant-grad-allreduce"] * wrong
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_steps_of_ranks_with_uneven_inputs_are_not_compared_by_number(ranks: Ranks, joined: bool) -> None:
+    """Rank 0 has one batch an epoch, rank 1 two, and in between it is in the context that covers for the other."""
+    ranks.tell("init")
+    for values in (("a", "a"), (None, "b"), ("c", "c"), (None, "d")):
+        if joined and values[0] is not None:
+            ranks.tell("join")
+        for rank, value in enumerate(values):
+            own: list[dict[str, Any]] = [{}, {}]
+            own[rank] = {"values": [value]} if value is not None else {}
+            ranks.steps(*own, alike=[True])
+    assert rules(ranks.found(checks_replicas.replicas_diverged)) == ["replicas-diverged"] * (not joined)
+
+
+@pytest.mark.parametrize(("loads", "rule"), [(None, "replicas-diverged"), ((0,), "resume-on-one-rank")])
+def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
+    ranks: Ranks, loads: tuple[int, ...] | None, rule: str
+) -> None:
+    ranks.tell("init").goes().steps(alike=[True])
+    if loads is not None:
+        own: list[dict[str, Any]] = [{"whole": True} if rank in loads else {} for rank in (0, 1)]
+        ranks.tell("load-state", *own, lines=(3,), ddp=0, lost=False)
+    ranks.goes().steps({"values": ["b"]}, {"values": ["c"]})
+    checks = checks_replicas.resume_on_one_rank, checks_replicas.replicas_start_different
+    found = [finding for check in checks for finding in ranks.found(check)]
+    assert rules(found or ranks.found(checks_replicas.replicas_diverged)) == [rule]
+
+
+@pytest.mark.parametrize(("then", "wrong"), [("a synced backward", True), ("by hand", True), ("nothing", False)])
+def test_clipping_is_too_early_if_gradients_are_reduced_afterwards(ranks: Ranks, then: str, wrong: bool) -> None:
+    """If they never are, it is the step that is wrong."""
+    ranks.goes(reached=[[0, "held"]]).tell("clip", {"norm": 1.0}, {"norm": 2.0})
+    if then == "a synced backward":
+        ranks.goes(onto=True)
+    elif then == "by hand":
+        ranks.tell("collective", op="all_reduce", ranks=[0, 1], grads="plain", copied=False)
+    ranks.steps()
+    assert rules(ranks.found(checks_gradients.clip_before_sync)) == ["clip-before-sync"] * wrong
+
+
+def test_a_loss_is_told_by_its_last_functions() -> None:
+    scores, classes = torch.rand(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    loss = torch.nn.functional.mse_loss(scores, torch.zeros(4, 3))
+    assert training._root(loss, weighted=False) == [["MseLossBackward0", 12.0]]
+    assert training._root(loss / 2, weighted=False) == [["DivBackward0", 2.0], ["MseLossBackward0", 12.0]]
+    assert training._root(loss, weighted=True)[0] == ["gradient", None]
+    crossed = torch.nn.functional.cross_entropy
+    weights = torch.tensor([0.1, 0.2, 0.3])
+    losses = {
+        12.0: torch.nn.functional.binary_cross_entropy(scores, torch.ones(4, 3)),
+        3.0: crossed(scores, torch.tensor([0, 1, 2, -100])),  # of so many tokens
+        1.0: crossed(scores, classes, weight=weights),
+        None: crossed(scores, classes, reduction="sum"),
+    }
+    assert [training._root(one, weighted=False)[0][1] for one in losses.values()] == list(losses)
+
+
+def test_gradients_are_known_flattened_and_scaled_too() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers._number(optimizer)
+    model(torch.randn(4, 3)).mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    for tensor, copied in ((gradients[0], False), (gradients[0].clone(), True), (flat / 2, True), (flat[6:], True)):
+        told = optimizers.reduced(tensor)
+        assert told == ("plain", copied)
+    for tensor in (torch.zeros(1), torch.randn(6), flat[1:-1], torch.randn(len(flat)), torch.tensor([1, 2])):
+        assert optimizers.reduced(tensor) is None
+
+
+def test_what_is_gathered_for_a_metric_is_in_no_product() -> None:
+    features = torch.nn.Linear(4, 3)(torch.randn(5, 4))
+    gathered = torch.cat([features.detach(), torch.randn(5, 3)])
+    contrastive = torch.nn.functional.cross_entropy(features @ gathered.T, torch.arange(5))
+    plain = torch.nn.functional.cross_entropy(features, torch.zeros(5, dtype=torch.long))
+    attending = (features @ features.T @ features).mean()
+    losses = (contrastive, plain, attending, torch.zeros(1))
+    assert [communication._has_constant_factor(loss) for loss in losses] == [True, False, False, False]
