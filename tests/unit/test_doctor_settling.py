@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ Seen = Literal["source", "run"]
 
 
 def of(rule: str, seen: Seen = "source", line: int = 1, **more: Any) -> Finding:
-    return Finding(id=rule, path="train.py", line=line, message="", seen=seen, **more)
+    return Finding(**{"id": rule, "path": "train.py", "line": line, "message": "", "seen": seen, **more})
 
 
 def told(*findings: Finding, **how: Any) -> list[tuple[str, int, Seen]]:
@@ -122,10 +123,37 @@ def test_a_mistake_that_has_several_lines_is_told_once() -> None:
     """A loader is made at one, and looped over at another: reading may name either."""
     watched = of("iterable-not-sharded", "run", 11, also=(("train.py", 5),), severity="advice")
     (finding,) = settled([of("iterable-not-sharded", line=3), watched])
-    assert (finding.line, finding.seen, finding.level) == (11, "run", "error")
-    assert len(settled([of("iterable-not-sharded", line=7), watched])) == 2
+    assert (finding.line, finding.seen, finding.level, finding.evidence) == (11, "run", "error", "")
     for both in ([of("iterable-not-sharded", "run", 3), watched], [watched, of("iterable-not-sharded", "run", 3)]):
         assert len(settled(both)) == 2  # two that were seen are two
+
+
+@pytest.mark.usefixtures("source")
+def test_a_mistake_that_was_read_at_one_line_and_watched_at_another_is_told_once() -> None:
+    """What was seen has the place, unless that only stands in for a line that a run does not see."""
+    read = of("gather-without-grad", line=11, message="the loss uses it", evidence="loss")
+    watched = of("gather-without-grad", "run", 3, message="no gradient", evidence="3 times", severity="warning")
+    (finding,) = settled([read, watched])
+    assert (finding.line, finding.seen, finding.level, finding.message) == (3, "run", "error", "no gradient")
+    assert finding.evidence == "3 times; read at line 11: the loss uses it"
+    (finding,) = settled([read, replace(watched, stands_in=True)])
+    assert (finding.line, finding.seen, finding.level, finding.message) == (11, "run", "error", "the loss uses it")
+    assert finding.evidence == "loss; 3 times"
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("seen", ["source", "run"])
+def test_of_several_nobody_can_say_which_are_the_same(seen: Seen) -> None:
+    read, watched = of("gather-without-grad", line=11), of("gather-without-grad", "run", 3)
+    assert len(settled([read, watched, of("gather-without-grad", seen, 7)])) == 3
+    assert len(settled([read, watched, of("gather-without-grad", line=4)])) == 2  # one of which was seen
+
+
+@pytest.mark.parametrize(("stands_in", "times"), [(False, 2), (True, 1)])
+def test_in_two_files_they_are_two_mistakes_unless_a_line_stands_in(stands_in: bool, times: int) -> None:
+    read = of("model-differs-across-ranks", line=11)
+    watched = of("model-differs-across-ranks", "run", 3, stands_in=stands_in, path="other.py")
+    assert len(settled([read, watched])) == times
 
 
 @pytest.mark.usefixtures("source")

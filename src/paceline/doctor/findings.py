@@ -35,6 +35,8 @@ class Finding:
         severity: where this case is less bad than the rule's others; ``None``: it is as bad.
         also: other lines, by path, at which this very mistake may be named: a loader is made at one, and looped over at
             another.
+        stands_in: the run does not see the line of the mistake, and names one near it: where DDP or the optimizer is
+            made. Reading, if it has found it too, knows better.
         seen: whether it was read in the source or watched in a run.
         span: of what was watched: when that began and was over (infinity: never), by the run's clock; ``None``: it is
             not known.
@@ -50,6 +52,7 @@ class Finding:
     severity: Severity | None = None
     confidence: Confidence = "likely"
     also: tuple[tuple[str, int], ...] = ()
+    stands_in: bool = False
     seen: Literal["source", "run"] = "source"
     span: tuple[float, float] | None = None
     broke_s: float | None = None
@@ -86,29 +89,66 @@ class Obeyed:
         return self.path == finding.path and self.line in statement_at(finding.path, finding.line)
 
 
+_Place = tuple[str, str, int]
+
+
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Each mistake once, the worst first.
 
     What was read is left out where the same was watched, in the same statement or one of those `also` named: that has
     numbers. How bad it is the worse of both says, so that a run only ever adds to what was read, unless it has refuted
-    it.
+    it. What was read and watched at two lines is one mistake if there is no other of its rule (`_joined`).
     """
-    kept: dict[tuple[str, str, int], Finding] = {}
-    same: dict[tuple[str, str, int], tuple[str, str, int]] = {}
-    for finding in sorted(findings, key=lambda finding: finding.seen != "run"):
-        place = _place(finding.id, finding.path, finding.line)
+    kept: dict[_Place, Finding] = {}
+    same: dict[_Place, _Place] = {}
+    for finding in sorted(_joined(findings), key=lambda finding: finding.seen != "run"):
+        place = _place(finding)
         if place not in kept and finding.seen == "source":
             place = same.get(place, place)
         told = kept.setdefault(place, finding)
-        if _BY_WEIGHT.index(finding.level) < _BY_WEIGHT.index(told.level):
-            kept[place] = replace(told, severity=finding.level)
-        same |= {_place(finding.id, path, line): place for path, line in finding.also}
+        kept[place] = _as_bad(told, finding)
+        same |= dict.fromkeys(_places(finding), place)
     return sorted(kept.values(), key=lambda f: (_BY_WEIGHT.index(f.level), f.path, f.line, f.id))
 
 
-def _place(rule: str, path: str, line: int) -> tuple[str, str, int]:
-    """Of the rule in the statement."""
-    return rule, path, statement_at(path, line).start
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """With one finding for each two of a rule of which one was read and one was watched, and no other in that file. Of
+    several nobody can say which are the same; and where one line stands in for another, any file will do."""
+    told = list(findings)
+    for watched in [finding for finding in told if finding.seen == "run"]:
+        alike = [f for f in told if f.id == watched.id and (watched.stands_in or f.path == watched.path)]
+        read = [finding for finding in alike if finding.seen == "source"]
+        if len(alike) == 2 and len(read) == 1 and _place(read[0]) not in _places(watched):
+            told = [finding for finding in told if finding not in alike]
+            told.append(_as_one(read[0], watched))
+    return told
+
+
+def _as_one(read: Finding, watched: Finding) -> Finding:
+    """What was read at one line and watched at another one: at the one that is known better, with what both say."""
+    if watched.stands_in:
+        evidence = (read.evidence, watched.evidence)
+        kept = replace(watched, path=read.path, line=read.line, message=read.message, fix=read.fix or watched.fix)
+    else:
+        evidence, kept = (watched.evidence, f"read at line {read.line}: {read.message}"), watched
+    return _as_bad(replace(kept, evidence="; ".join(text for text in evidence if text)), read)
+
+
+def _as_bad(told: Finding, other: Finding) -> Finding:
+    """At least as bad as another one."""
+    worse = _BY_WEIGHT.index(other.level) < _BY_WEIGHT.index(told.level)
+    return replace(told, severity=other.level) if worse else told
+
+
+def _place(finding: Finding) -> _Place:
+    """The statement in which the rule is broken."""
+    return finding.id, finding.path, statement_at(finding.path, finding.line).start
+
+
+def _places(finding: Finding) -> list[_Place]:
+    """All that it may be named at."""
+    others = [(finding.id, path, statement_at(path, line).start) for path, line in finding.also]
+    return [_place(finding), *others]
 
 
 def as_json(findings: Sequence[Finding], notes: Sequence[str], comparison: Comparison | None = None) -> str:

@@ -41,6 +41,7 @@ def model_differs_across_ranks(run: Run) -> Iterator[Finding]:
             those[0].place,
             "the ranks wrap different models",
             f"{name} is {' and '.join(shapes)} on ranks 0 to {run.world - 1}" if name else "",
+            stands_in=True,
         )
         return
 
@@ -72,6 +73,7 @@ def rank_dependent_graph(run: Run) -> Iterator[Finding]:
                 those[0].place,
                 "the ranks run different parts of the model",
                 " and ".join(f"rank {r.rank} leaves out {', '.join(r['unused'][:3]) or 'nothing'}" for r in those),
+                stands_in=True,
             )
 
 
@@ -84,6 +86,7 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
                 wrap.place,
                 f"{', '.join(first['unused'][:4])} take no part in the loss, and DDP waits for their gradients",
                 f"{count(len(first['unused']), 'parameter')} of {first['total']} went unused in a forward of this run",
+                stands_in=True,
             )
 
 
@@ -187,6 +190,7 @@ def rank_local_buffer_overwritten(run: Run) -> Iterator[Finding]:
             wraps[record["ddp"]].place,
             f"DDP overwrites {', '.join(names[:3])} with rank 0's value before each forward",
             f"rank {record.rank} had {record['before'][0]:g} in {names[0]}, and went on with {record['after'][0]:g}",
+            stands_in=True,
         )
         return
 

@@ -28,6 +28,7 @@ def params_changed_after_wrap(run: Run) -> Iterator[Finding]:
                 wraps[0].place if wraps else one.step.place,
                 f"{', '.join(names[:4])} became a parameter after DDP had taken its list here",
                 f"{count(len(names), 'parameter')} that DDP does not reduce at step {one.number + 1}{apart}",
+                stands_in=True,
             )
             return
 
@@ -48,6 +49,7 @@ def optimizer_stale_params(run: Run) -> Iterator[Finding]:
             "the optimizer holds parameters that are not the model's any more",
             f"{', '.join(sorted(unheld)[:4])} had gradients at each of {count(len(done), 'step')}, "
             "and no optimizer that steps holds them",
+            stands_in=True,
         )
 
 
@@ -92,7 +94,11 @@ def replicas_start_different(run: Run) -> Iterator[Finding]:
     if told is not None and told.before is None and len(told.loaders) in (0, run.world):
         made = run.accounts[0].first("optimizer") or told.those[0].step
         yield from found(
-            "replicas-start-different", made.place, "each rank begins with weights of its own", told.evidence
+            "replicas-start-different",
+            made.place,
+            "each rank begins with weights of its own",
+            told.evidence,
+            stands_in=True,
         )
 
 
@@ -107,6 +113,7 @@ def replicas_diverged(run: Run) -> Iterator[Finding]:
             (told.before or told.those)[0].step.place,
             "the ranks' weights are not the same any more",
             f"{told.evidence}, in {_names(run, told.those)}{cause}",
+            stands_in=True,
         )
 
 

@@ -23,11 +23,13 @@ def found(
     confidence: Confidence = "certain",
     fix: str | None = None,
     also: Iterable[Place | None] = (),
+    stands_in: bool = False,
 ) -> Iterator[Finding]:
     """A finding at a line that was seen; none when no line of the user's led to it.
 
     Args:
         also: other lines at which reading may name this very mistake.
+        stands_in: the line is none of those, but near: the mistake's own cannot be seen.
     """
     if place is not None:
         record = place.record
@@ -41,6 +43,7 @@ def found(
             confidence=confidence,
             fix=fix,
             also=tuple((other.path, other.line) for other in also if other is not None),
+            stands_in=stands_in,
             seen="run",
             span=_span(record) if record is not None else None,
         )
