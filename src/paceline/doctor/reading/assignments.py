@@ -116,7 +116,9 @@ class Assignments(Calls):
         for option in owner.each():
             if option.kind in ("dict", "namespace") and isinstance(name := key.only, str):
                 self.write(option.fields, name, value)
-            elif option.kind == "parameter":
+            elif option.kind == "settings":
+                self.event("rate", node, name=str(key.default), subject=option, arguments={"value": value})
+            elif option.kind in ("parameter", "buffer"):
                 self.changed_in_place(option, value, node)
             elif option.kind == "module":
                 self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})

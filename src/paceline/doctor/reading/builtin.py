@@ -147,7 +147,7 @@ class Builtins(Containers):
 
     def _builtin_set(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         value = _freshened(arguments[0], remove={"listing", "hash-order", "shuffled"})
-        return Value("set", value.labels, items=value.items)
+        return Value("set", value.labels | {"unique"}, items=value.items)
 
     _builtin_frozenset = _builtin_set
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from paceline.doctor.reading.effects import numbered, picks, seeded
-from paceline.doctor.reading.flows import carried, detached, joined, labels_of, picked
+from paceline.doctor.reading.flows import carried, detached, doubted, joined, labels_of, picked
 from paceline.doctor.reading.instances import Instances
-from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, speaks_of_ranks
+from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, may_agree, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.meaning import content
 from paceline.doctor.reading.objects import bound, class_field, method_of
@@ -103,7 +104,7 @@ class Calls(Instances):
             case "first":
                 result = arguments[0] if arguments else Value()
             case "tensor":
-                result = Value(receiver.kind, receiver.labels, fields=receiver.fields, length=receiver.length)
+                result = replace(receiver)
                 if name == "detach":
                     result = Value("tensor", detached(receiver.labels), length=receiver.length)
             case "context":
@@ -176,7 +177,10 @@ class Calls(Instances):
             _escape(given.values())
         if receiver.kind in ("optimizer", "loader", "sampler", "module", "ddp", "unknown", "instance"):
             self._call_back(arguments, keywords, node)
-        return self.tensor_method(receiver, name, arguments, keywords, node)
+        made = self.tensor_method(receiver, name, arguments, keywords, node)
+        if receiver.kind in ("unknown", "instance", "api") and may_agree(name):
+            made.labels = doubted(made.labels) - {"shard"}
+        return made
 
     # --- APIs
 
@@ -230,6 +234,7 @@ class Calls(Instances):
             return self.tensor_call(name, arguments, keywords, node)
         given = [*arguments, *keywords.values()]
         if top not in LIBRARIES:
+            self.unknown_calls += 1
             _escape(given)
         self._call_back(arguments, keywords, node)
         if keywords.get("download") is not None:
@@ -238,7 +243,9 @@ class Calls(Instances):
             self.seeds.update(
                 dict.fromkeys(self.seeds, frozenset())
             )  # by whatever it does with what it is given: nothing can be said of them
-        labels = carried(content(arguments, keywords)) | speaks_of_ranks(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        labels = carried(content(arguments, keywords)) | speaks_of_ranks(last)
+        labels = doubted(labels) - {"shard"} if may_agree(last) else labels
         return Value("path" if name.startswith(("pathlib.", "os.path.")) else "unknown", labels, name)
 
     def _call_back(self, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> None:

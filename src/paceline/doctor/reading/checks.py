@@ -16,6 +16,7 @@ from paceline.doctor.reading import (  # noqa: F401 - importing them registers t
     checks_launch,
     checks_models,
     checks_output,
+    checks_replicas,
     checks_steps,
 )
 from paceline.doctor.reading.evidence import RULE_CHECKS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from paceline.doctor.reading.evidence import (
     Found,
@@ -13,6 +13,7 @@ from paceline.doctor.reading.evidence import (
     samplers_of,
     trained_loaders,
 )
+from paceline.doctor.reading.flows import labels_of
 from paceline.doctor.reading.objects import loaders_in
 from paceline.doctor.reading.trace import Event, Trace
 from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value, words
@@ -70,7 +71,10 @@ def no_distributed_sampler(trace: Trace) -> Iterator[Found]:
             continue
         samplers = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
         given = [sampler for sampler in samplers if not sampler.is_none]
-        if all(_draws_from_all(sampler) for sampler in given) and (given or _goes_through_all(loader, dataset)):
+        drawn = next((batch.arguments for batch in trace.of("batch") if batch.subject is loader), {})
+        if all(_draws_from_all(sampler, drawn.values()) for sampler in given) and (
+            given or _goes_through_all(loader, dataset)
+        ):
             what = "a sampler that draws from all of it" if given else "no sampler"
             yield Found(
                 event,
@@ -83,14 +87,28 @@ def no_distributed_sampler(trace: Trace) -> Iterator[Found]:
 _OF_THE_WHOLE = ("torch.utils.data.RandomSampler", "torch.utils.data.SequentialSampler")
 
 
-def _draws_from_all(sampler: Value) -> bool:
-    """Whether it surely is one of torch's samplers that know nothing of ranks, or batches of one."""
-    if sampler.kind != "sampler" or sampler.code is not None or sampler.may_vary:
+def _draws_from_all(sampler: Value, drawn: Collection[Value] = ()) -> bool:
+    """Whether it surely is one of torch's samplers that know nothing of ranks, or batches of one; or the script's
+    own, which has ``drawn`` its indices without asking for the rank."""
+    if sampler.kind != "sampler" or "escaped" in sampler.labels or sampler.may_vary:
         return False
+    if sampler.code is not None:
+        held = [part for name, part in sampler.fields.items() if name != "__class__"]
+        return bool(drawn) and all(map(_knows_no_ranks, [*held, *drawn]))
     if sampler.name == "torch.utils.data.BatchSampler":
         return _draws_from_all(sampler.fields.get("sampler", NONE))
     source, generator = sampler.fields.get("data_source", NONE), sampler.fields.get("generator", NONE)
     return sampler.name in _OF_THE_WHOLE and not source.may_vary and not generator.may_vary
+
+
+def _knows_no_ranks(value: Value) -> bool:
+    """Whether it surely is the same on all ranks: numbers, lists and data sets of which it is known what they are made
+    of, and nothing that may ask for the rank by itself."""
+    made = labels_of((value,))
+    if made & (VARYING | {"partly", "escaped", "shard"}) or "sampler" in {part.kind for part in value.each()}:
+        return False
+    of_a_library = "." in value.name and not value.name.startswith("--")
+    return value.kind != "unknown" or (not of_a_library and bool(made or value.name))
 
 
 def _goes_through_all(loader: Value, dataset: Value) -> bool:

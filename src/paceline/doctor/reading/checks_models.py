@@ -9,7 +9,6 @@ from paceline.doctor.reading.checks_steps import reduces_gradients
 from paceline.doctor.reading.evidence import (
     Found,
     backwards_through,
-    differs,
     forwards,
     inner_module,
     is_weights,
@@ -18,8 +17,8 @@ from paceline.doctor.reading.evidence import (
     rule_check,
     wrapped,
 )
-from paceline.doctor.reading.trace import Event, Trace
-from paceline.doctor.reading.values import NONE, Value, words
+from paceline.doctor.reading.trace import Condition, Event, Trace
+from paceline.doctor.reading.values import Value, words
 
 __all__: list[str] = []
 
@@ -86,68 +85,6 @@ def _called_from_outside(event: Event, parts: Container[int]) -> Event:
         if call.owner is not None and id(call.owner) in parts:
             return replace(event, path=call.path, line=getattr(call.node, "lineno", event.line), node=call.node)
     return event
-
-
-@rule_check("replicas-start-different")
-def replicas_start_different(trace: Trace) -> Iterator[Found]:
-    if not reduces_gradients(trace) or any(name.rpartition(".")[2] in _WEIGHTS_AS_ONE for name in trace.names):
-        return
-    inner = wrapped(trace)
-    for event in trace.of("optimizer"):
-        params = event.argument("params")
-        owner = params.fields.get("owner") if params is not None else None
-        if owner is None or owner.kind != "module" or id(owner) in inner:
-            continue
-        loaded = any(load.subject is owner for load in trace.of("load_state"))
-        if _drawn_apart(owner) and not loaded and not _broadcast_before_training(trace):
-            yield Found(
-                event,
-                "each rank draws its first weights from a differently seeded generator, and nothing makes them equal",
-                line=owner.line or event.line,
-            )
-
-
-_WEIGHTS_AS_ONE = words("parameters_to_vector vector_to_parameters _flatten_dense_tensors _broadcast_coalesced")
-"""With these weights are sent as one tensor, of which it cannot be read what it is made of."""
-
-
-def _drawn_apart(model: Value) -> bool:
-    drawn = {"rng", "drawn"}
-    return any(
-        drawn & module.labels or any(drawn & held.labels for held in module.fields.values())
-        for module in modules_in(model)
-    )
-
-
-def _broadcast_before_training(trace: Trace) -> bool:
-    first = min((event.number for event in trace.of("backward")), default=0)
-    return any(
-        event.name.endswith("broadcast") and is_weights(event.argument("tensor"))
-        for event in trace.of("collective")
-        if not first or event.number < first
-    )
-
-
-@rule_check("replicas-diverged")
-def replicas_diverged(trace: Trace) -> Iterator[Found]:
-    for wrap in trace.of("wrap"):
-        parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
-        trained = backwards_through(trace, wrap)
-        for event in trace.of("weights"):
-            owner = event.subject.fields.get("owner", event.subject)
-            if event.number < wrap.number or not {id(event.subject), id(owner)} & parts:
-                continue
-            apart = event.on_some_ranks or differs(event.argument("value") or NONE)
-            used = any(may_follow(event, backward) for backward in trained)
-            if apart and used and not _sent_after(trace, event):
-                yield Found(
-                    event, "each rank changes the weights in its own way here, and only gradients are made equal"
-                )
-
-
-def _sent_after(trace: Trace, event: Event) -> bool:
-    later = [other for other in trace.of("collective") if other.number > event.number]
-    return any(is_weights(value) for other in later for value in other.arguments.values())
 
 
 @rule_check("params-changed-after-wrap")
@@ -237,6 +174,7 @@ def _is_twin(subject: Value, other: Value) -> bool:
 @rule_check("not-distributed")
 def not_distributed(trace: Trace) -> Iterator[Found]:
     steps = list(trace.of("step"))
+    yield from _meets_under_another_launcher_only(trace)
     if not steps or not trace.any("backward") or trace.any("wrap", "legacy"):
         return
     if not trace.any("init"):
@@ -252,6 +190,26 @@ def not_distributed(trace: Trace) -> Iterator[Found]:
             steps[0],
             "the process group is set up, but nothing reduces gradients: each rank trains a model of its own",
         )
+
+
+def _meets_under_another_launcher_only(trace: Trace) -> Iterator[Found]:
+    """Where torchrun tells each rank its number, and a variable that torchrun does not set tells how many there are."""
+    inits = list(trace.of("init"))
+    if "WORLD_SIZE" in trace.variables or not trace.variables & {"RANK", "LOCAL_RANK"}:
+        return
+    deciding = [next(filter(_is_of_another_launcher, event.under), None) for event in inits]
+    if inits and None not in deciding and trace.any("backward"):
+        yield Found(
+            inits[0],
+            "whether ranks meet here hangs on a variable that Slurm or MPI sets and torchrun does not: under torchrun "
+            "each rank trains a model of its own",
+            evidence=f"under {deciding[0].text}" if deciding[0] is not None else None,
+            fix="Read WORLD_SIZE first, as RANK is read",
+        )
+
+
+def _is_of_another_launcher(condition: Condition) -> bool:
+    return "other-launcher" in condition.value.labels and "environment" not in condition.value.labels
 
 
 _LAUNCHERS = words("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers")

@@ -255,6 +255,44 @@ def loss_scaled_by_world_size(trace: Trace) -> Iterator[Found]:
         if scaled and not labels & {"reduced", "gathered", "over-global-count"}:
             yield Found(event, "this loss is scaled by the world size, and DDP averages gradients over ranks already")
 
+    yield from _summed_over_ranks(trace)
+
+
+def _summed_over_ranks(trace: Trace) -> Iterator[Found]:
+    """Without DDP: gradients of means that are added up over ranks, and never divided."""
+    backwards = list(trace.of("backward"))
+    if not backwards or not all(map(_is_a_mean, backwards)) or any(_is_global(event) for event in backwards):
+        return
+    if trace.any("wrap", "grad", "clip", "comm_hook", "rate") or not all(map(_minds_a_factor, trace.of("optimizer"))):
+        return
+    for event in reduces_gradients(trace):
+        summed = event.name == "torch.distributed.all_reduce" and _sums(event.argument("op"))
+        if summed and event.argument("tensor") is not None and any(s.number > event.number for s in trace.of("step")):
+            yield Found(
+                event,
+                "gradients are added up over ranks here and never divided by their number, though each loss is a mean",
+                evidence=f"{event.source}; of a mean: {backwards[0].source} at line {backwards[0].line}",
+                severity="warning",
+                fix="Divide each gradient by the world size afterwards",
+            )
+            return
+
+
+def _is_global(backward: Event) -> bool:
+    """Whether the loss counts what all ranks have."""
+    return bool(backward.labels & {"reduced", "gathered", "world", "escaped", "times-count"})
+
+
+def _sums(op: Value | None) -> bool:
+    return op is None or op.name == "torch.distributed.ReduceOp.SUM"
+
+
+def _minds_a_factor(optimizer: Event) -> bool:
+    """Whether its steps are as large as gradients are; Adam's are not. A rate that knows of the ranks may make up for
+    it."""
+    rate = optimizer.argument("lr")
+    return optimizer.name == "torch.optim.SGD" and (rate is None or "world" not in rate.labels)
+
 
 @rule_check("unequal-weight-average")
 def unequal_weight_average(trace: Trace) -> Iterator[Found]:

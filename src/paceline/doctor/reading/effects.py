@@ -105,12 +105,19 @@ class Effects(Builtins):
             labels |= labels_of([self._drawn(dataset, "__iter__", [], node)]) & (VARYING | {"shard"})
         labels |= self._dataset_labels(dataset, node)
         made = Value("batch", frozenset(labels))
-        self.event("batch", node, subject=loader, result=made)
+        drawn = [self._indices(sampler, node) for sampler in samplers]
+        self.event("batch", node, subject=loader, arguments=numbered(drawn), result=made)
         return made
 
     def _dataset_labels(self, dataset: Value, node: ast.AST) -> frozenset[str]:
         """Of what it reads for one sample: a dataset may shard itself."""
         return labels_of([self._drawn(dataset, "__getitem__", [Value()], node)]) & {"rank"}
+
+    def _indices(self, sampler: Value, node: ast.AST) -> Value:
+        """What a sampler of the script's own gives; ``escaped`` if something went into it of which nothing is known."""
+        before = self.unknown_calls
+        indices = self._drawn(sampler, "__iter__", [], node)
+        return indices if self.unknown_calls == before else Value(labels=indices.labels | {"escaped"})
 
     def _drawn(self, dataset: Value, name: str, arguments: list[Value], node: ast.AST) -> Value:
         method = method_of(dataset, name)

@@ -200,7 +200,7 @@ class Expressions(Arithmetic):
             labels |= {"some"}
         length = None if through.selects else through.lengths[0]
         if isinstance(node, ast.SetComp):
-            return Value("set", labels, items=found, length=None)
+            return Value("set", labels | {"unique"}, items=found, length=None)
         return Value("list", labels | through.order, items=found, length=length)
 
     _setcomp = _generatorexp = _listcomp
@@ -215,7 +215,7 @@ class Expressions(Arithmetic):
         self._comprehend(node.generators, entry, through)
         if through.is_whole(len(found)) and all(isinstance(key, str) for key, _ in found):
             return Value("dict", through.order, fields=dict(found))
-        labels = labels_of(value for _, value in found) | through.order | {"open"}
+        labels = labels_of(value for _, value in found) | through.order | through.sizes | {"open"}
         return Value("dict", labels, fields={"*": found[0][1]} if found else {})
 
     def _comprehend(
@@ -232,6 +232,8 @@ class Expressions(Arithmetic):
         outermost = not through.lengths
         through.lengths.append(over.length)
         through.order |= order_of(over)
+        if over.labels & {"unique", "own-size"}:
+            through.sizes |= labels_of((over,)) & (VARYING | {"unique", "own-size"})
         through.ragged |= not outermost and over.length is None and over.kind in _RAGGED
         through.selects |= bool(first.ifs or rest)
         for loader in self.loaders(over):
@@ -285,12 +287,14 @@ _RAGGED: Final = ("list", "unknown", "scalar", "lazy", "set")
 
 @dataclass(slots=True)
 class _Comprehended:
-    """What a comprehension went through: how long that is, what it asked of the elements, in which order they came,
-    whether it leaves some out or takes several of each, and whether of each as many as that has."""
+    """What a comprehension went through: how long that is, what it asked of the elements, in which order they came, on
+    what it depends how many there are, whether it leaves some out or takes several of each, and whether of each as many
+    as that has."""
 
     lengths: list[Known | None] = field(default_factory=list)
     tests: list[Value] = field(default_factory=list)
     order: frozenset[str] = frozenset()
+    sizes: frozenset[str] = frozenset()
     selects: bool = False
     ragged: bool = False
 

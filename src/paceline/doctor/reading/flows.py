@@ -107,9 +107,10 @@ def labelled(value: Value, labels: frozenset[str]) -> Value:
     """It, with more labels; the object itself, if it has them already or is one that has an identity."""
     if labels <= value.labels or value.kind in ("module", "ddp", "loader", "sampler", "either", "function"):
         return value
-    return Value(
-        value.kind, value.labels | labels, value.name, value.known, value.fields, value.items, length=value.length
-    )
+    items = value.items
+    if value.kind == "tuple" and items is not None:  # as a rule it is taken apart at once
+        items = [labelled(item, labels) for item in items]
+    return Value(value.kind, value.labels | labels, value.name, value.known, value.fields, items, length=value.length)
 
 
 # --- choices

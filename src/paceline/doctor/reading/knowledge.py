@@ -18,6 +18,7 @@ __all__ = [
     "Api",
     "api",
     "canonical",
+    "may_agree",
     "speaks_of_ranks",
 ]
 
@@ -292,6 +293,19 @@ _OF_RANKS = re.compile(
     r"|(^|_)(is_)?(global_|local_|world_)?(rank|zero)(_?(zero|0|only))?$"
     r"|(^|_)proc(ess)?_?(index|id)$"
 )
+
+
+def may_agree(name: str) -> bool:
+    """Whether something unknown, by its name alone, may make its arguments the same on all ranks.
+
+    >>> may_agree("reduce_tensor"), may_agree("gather_for_metrics"), may_agree("accuracy")
+    (True, True, False)
+    """
+    return _OF_AGREEING.search(name.lower()) is not None
+
+
+_OF_AGREEING = re.compile(r"reduce|gather|sync|broadcast|across|all_?mean|mean_all|distributed_(mean|sum|average)")
+
 
 LAUNCHED = frozenset(LAUNCHER_VARIABLES)
 """Variables that a launcher sets."""

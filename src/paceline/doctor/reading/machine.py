@@ -123,6 +123,7 @@ class Machine(ABC):
         self.spawned = False
         self.overrides: dict[str, Value] = {}
         self.forward_from = 0
+        self.unknown_calls = 0
         self.seeds: dict[str, frozenset[str]] = {
             stream: frozenset({"rng"})
             for stream in ("torch", "numpy", "python")  # unseeded: another one each time

@@ -60,6 +60,9 @@ class Objects(Expressions):
             return path
         if value.kind in TENSORS:
             return self._of_tensor(value, name)
+        if value.kind == "optimizer" and name == "param_groups":
+            settings = Value("settings", name=name, fields={"owner": value})
+            return Value("list", frozenset({"some"}), items=[settings])
         if name in METHODS.get(value.kind, {}):
             return Value("bound", value.labels, name, fields={"self": value})
         if value.kind == "module" and name in ("weight", "bias") and value.name.startswith("torch.nn."):
@@ -224,9 +227,12 @@ class Objects(Expressions):
             return Value(labels=frozenset({"rank"})) if default is None else default
         if isinstance(name, str) and name in LAUNCHED:
             return Value("unknown", name=f"os.environ[{name}]")
-        own_disk = isinstance(name, str) and any(part in name.upper() for part in ("TMP", "TEMP", "SCRATCH"))
         labels = default.labels if default is not None else frozenset()
-        return Value(labels=labels | {"own-disk"} if own_disk else labels)
+        if isinstance(name, str) and name.startswith(("SLURM_", "OMPI_", "PMI_")):
+            labels |= {"other-launcher"}
+        elif isinstance(name, str) and any(part in name.upper() for part in ("TMP", "TEMP", "SCRATCH")):
+            labels |= {"own-disk"}
+        return Value(labels=labels)
 
     # --- iteration
 

@@ -58,6 +58,7 @@ NATURES: Final[dict[str, dict[str, str]]] = {
     "origin": {
         "world": "the number of ranks",
         "environment": "a variable that the launcher sets",
+        "other-launcher": "a variable that only Slurm or MPI sets",
         "config": "the command line",
         "devices": "the number of GPUs",
         "modulo-devices": "a remainder by that",
