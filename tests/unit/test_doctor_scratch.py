@@ -9,18 +9,16 @@ import resource
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from paceline.doctor.watching import ranks, scratch
+from paceline.doctor.watching import scratch
 from paceline.doctor.watching.guarded import guarded
-from paceline.doctor.watching.keeper import end_all_of
-from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import Account, Place, Record, Run
-from paceline.doctor.watching.scratch import Scratch, scratched
+from paceline.doctor.watching.scratch import Scratch, scratched, sweep
 from paceline.errors import UsageError
 
 LARGE = bytes(300_000)
@@ -141,6 +139,30 @@ def test_a_full_disk_is_told_in_four_beats(project: Path, monkeypatch: pytest.Mo
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_only_what_nobody_holds_any_more_is_swept(
+    tmp_path: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of runs that were killed; not those of runs that go on, of strangers, or that are links."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(project)
+    dead, strange, elsewhere = (temporary / f"paceline-doctor-{name}" for name in ("dead", "strange", "link"))
+    for folder in (dead, strange, project / "kept"):
+        folder.mkdir()
+        (folder / "file").touch()
+    for folder in (dead, project / "kept"):
+        (folder / "owner").touch()
+    elsewhere.symlink_to(project / "kept")
+    with scratched(Path("train.py"), in_place=False) as first, scratched(Path("train.py"), in_place=True) as second:
+        assert not dead.exists()
+        assert {*temporary.iterdir()} == {strange, elsewhere, first.home, second.home}
+        sweep(temporary)
+        assert first.within(Path("train.py")).is_file()
+    assert {*temporary.iterdir()} == {strange, elsewhere}
+    assert (project / "kept" / "file").exists()
 
 
 def test_words_with_absolute_paths_are_translated(tmp_path: Path, project: Path) -> None:
@@ -391,49 +413,3 @@ def test_what_was_refused_is_told_where_it_matters() -> None:
     assert "--in-place" in note
     many = [record("refused", path=f"/data/{number}", own=True) for number in range(9)]
     assert len(notes(*many)) == 4
-
-
-def test_what_leaves_its_group_is_ended_and_nobody_else() -> None:
-    def sleeper(run_id: str) -> subprocess.Popen[bytes]:
-        environ = {**os.environ, "TORCHELASTIC_RUN_ID": run_id}
-        return subprocess.Popen(["sleep", "60"], start_new_session=True, env=environ)
-
-    with sleeper("a-run") as ours, sleeper("a-run-of-others") as others:
-        end_all_of("a-run")
-        assert ours.wait(10) == -9
-        assert others.poll() is None
-        others.kill()
-
-
-def test_a_keeper_that_has_died_is_told_in_four_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    popen = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, process_group=0)
-    rank = ranks.Rank(0, popen, ours, Path("stacks"), {})
-    try:
-        with (
-            theirs,
-            ranks._keeper("a-run", Path("none")) as link,
-            pytest.raises(UsageError, match="cannot watch over the ranks"),
-        ):
-            while True:  # until it has
-                ranks._tell_keeper(link, rank)
-                time.sleep(0.01)
-    finally:
-        rank.end()
-
-
-def test_a_store_that_cannot_be_served_is_told_in_four_beats(tmp_path: Path) -> None:
-    code = (
-        "import socket, sys, types\nfrom pathlib import Path\n"
-        "from paceline.doctor.watching.probe.serving import serve_once\n"
-        "sys.modules['torch.distributed'] = types.ModuleType('broken')\n"
-        "for _ in range(2):\n    listener = socket.create_server(('127.0.0.1', 0))\n"
-        f"    serve_once(listener.detach(), Path({str(tmp_path)!r}))\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    deadline_s = time.monotonic() + 20
-    while not (tmp_path / serving.FAILED).exists() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    with pytest.raises(UsageError, match=r"cannot let the ranks meet: found .*TCPStore"):
-        ranks._be_sure_of_store(Scratch(tmp_path, in_place=False))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,9 +148,29 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> int:
     limits = Limits(workers=options.workers, steps=options.steps, timeout_s=options.timeout, in_place=options.in_place)
     told = f"running {script} in {limits.workers} workers: {limits.steps} steps, {limits.timeout_s:g} s at most"
     print(f"paceline: {told}", file=sys.stderr, flush=True)
-    with waiting("paceline doctor") as tell:
+    with _interrupted_once(), waiting("paceline doctor") as tell:
+        tell(f"reading {script}")
         seen = look(limits, tell)
     return _answer(script, seen, options)
+
+
+@contextlib.contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Whoever is impatient may press Ctrl-C again: what the first one has begun to put in order is put in order."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # to the end of the command
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # who calls this has made other plans
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _answer(script: Path, seen: Examination, options: argparse.Namespace) -> int:

@@ -74,6 +74,8 @@ def _run(
     gpus: Gpus,
     tell: Callable[[str], None] | None,
 ) -> Run:
+    if tell is not None:
+        tell(f"starting {limits.workers} workers")
     with (
         scratched(script, in_place=limits.in_place) as scratch,
         started(script, arguments, limits.workers, scratch, gpus) as ranks,

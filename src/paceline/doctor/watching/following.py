@@ -103,7 +103,10 @@ class _Following:
             stuck = still_s > 2 * _TICK_S and _all_meet([rank.account for rank in living])
             if not ends and not stuck:
                 return "steps"
-        if now_s > self._deadline_s:  # whoever waits for the others then has waited for nothing
+        if now_s > self._deadline_s:
+            if all(rank.account.told["end"] for rank in living):  # all that was left is Python's own end
+                return "ended"
+            # whoever waits for the others then has waited for nothing
             stuck = still_s > _STUCK_S / 2 and _all_meet([rank.account for rank in living])
             return "hang" if stuck else "time"
         return "hang" if still_s > patience_s([rank.account for rank in living]) else None
@@ -157,7 +160,7 @@ def _cpu_s(groups: Sequence[int]) -> dict[int, float]:
                 fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             except OSError:  # it has ended meanwhile
                 continue
-            group = int(fields[2])
+            group = int(process.name) if int(process.name) in spent else int(fields[2])  # it may have left its own
             if group in spent:
                 spent[group] += sum(int(fields[i]) for i in (11, 12, 13, 14)) / ticks
     return spent

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,13 +23,16 @@ from typing import Any, Literal
 from paceline import env
 from paceline.doctor.watching import keeper
 from paceline.doctor.watching.probe import serving
-from paceline.doctor.watching.records import Account
+from paceline.doctor.watching.records import Account, legible
 from paceline.doctor.watching.scratch import Scratch, with_originals
 from paceline.errors import UsageError
 
 __all__ = ["Gpus", "Rank", "started"]
 
 _TAIL_BYTES = 16 * 1024
+_PUT_IN_ORDER_S = 10.0
+"""Who is asked to end has so long to write what it has begun to write."""
+_POLL_S = 0.01
 _MESSAGES = 256
 """Whoever tells without end shall not keep the others, and the clock, waiting."""
 Gpus = Literal["none", "mapped", "pretended"]
@@ -55,10 +59,12 @@ class Rank:
         self.stacks = stacks
         self.output = popen.stdout.fileno()
         self._popen, self._tail, self._moved = popen, b"", moved
+        self._asked = False
         os.set_blocking(self.output, False)
 
     def hear(self, most: int = _MESSAGES) -> bool:
-        """Takes the messages that have come, not more than ``most`` of them; whether there will be more."""
+        """Takes the messages that have come, not more than ``most`` of them; whether there will be more. What it tells
+        after it was asked to end is of no interest."""
         for _ in range(most):
             try:
                 message = self.process.link.recv(1 << 18, socket.MSG_DONTWAIT)
@@ -68,7 +74,8 @@ class Rank:
                 return False
             if not message:
                 return False
-            self.account.take(message)
+            if not self._asked:
+                self.account.take(message)
         return True
 
     def read(self) -> bool:
@@ -83,13 +90,19 @@ class Rank:
             self._tail = (self._tail + printed)[-_TAIL_BYTES:]
         return True
 
+    def ask_to_end(self) -> None:
+        """By SIGTERM, which waits for a save (`probe.files`), and which scripts can obey in their own way."""
+        self.hear(10_000)
+        self._asked = True
+        self.process.signal(signal.SIGTERM)
+
     def end(self) -> None:
         """Kills it and all it has started, unless that has happened, and takes what is left of it."""
         self.process.kill_group(signal.SIGKILL)
         self.process.wait(5.0)
         self.hear(10_000)
         self.read()
-        self.account.tail = with_originals(self._tail.decode(errors="replace"), self._moved)
+        self.account.tail = legible(with_originals(self._tail.decode(errors="replace"), self._moved))
         self._popen.returncode = self.process.reap()
         assert self._popen.stdout is not None
         self._popen.stdout.close()
@@ -135,8 +148,22 @@ def started(
                 stack.callback(rank.end)
                 _tell_keeper(keeping, rank)
                 ranks.append(rank)
+        if scratch.in_place:  # what they write is kept, and shall be whole
+            stack.callback(_let_end, ranks)
         yield ranks
         _be_sure_of_store(scratch)
+
+
+def _let_end(ranks: Sequence[Rank]) -> None:
+    """Asks all to end, and waits a while until they have."""
+    for rank in ranks:
+        rank.ask_to_end()
+    deadline_s = time.monotonic() + _PUT_IN_ORDER_S
+    while any(rank.process.ended() is None for rank in ranks) and time.monotonic() < deadline_s:
+        for rank in ranks:  # who is not listened to cannot go on
+            rank.hear()
+            rank.read()
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

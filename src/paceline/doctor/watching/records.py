@@ -6,6 +6,7 @@ A rank's probe writes records, the parent reads and judges them. Both know the k
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ __all__ = [
     "Record",
     "Run",
     "Stopped",
+    "legible",
     "pack",
 ]
 
@@ -69,7 +71,7 @@ KINDS: dict[str, str] = {
     "clip": "gradients are clipped: norm",
     "scale": "GradScaler.update: before, after",
     "schedule": "a scheduler is made: scheduler, name, length",
-    "scheduled": "a scheduler steps: scheduler",
+    "scheduled": "a scheduler has stepped: scheduler, rates (of its optimizer, by group)",
     "load-state": "load_state_dict of a module: ddp (of which it is a part, or None), params, lost (keys with "
     "`module.` for a plain model), whole (it did not fail)",
     "checkpointed": "reentrant checkpointing: in_ddp",
@@ -168,6 +170,22 @@ class Record:
     @property
     def over(self) -> bool:
         return self.ended_s is not None
+
+
+_CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
+"""What terminals obey: colours, moves, titles."""
+_UNPRINTED = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def legible(text: str) -> str:
+    """What a script has said, as it may be shown on anybody's terminal: without what clears a screen, and of a line
+    that was written over, such as a progress bar, the last.
+
+    >>> legible("\\x1b[31mloss\\x1b[0m 3\\r\\n 10%\\r 20%\\r\\a")
+    'loss 3\\n 20%'
+    """
+    lines = _UNPRINTED.sub("", _CODES.sub("", text)).split("\n")
+    return "\n".join(next((part for part in reversed(line.split("\r")) if part.strip()), "") for line in lines)
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ as it is, and can be read only. That nothing else is written to is seen to by `p
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
@@ -21,7 +22,11 @@ from pathlib import Path
 from paceline import env
 from paceline.errors import UsageError
 
-__all__ = ["Scratch", "scratched", "with_originals"]
+__all__ = ["Scratch", "scratched", "sweep", "with_originals"]
+
+_PREFIX = "paceline-doctor-"
+_OWNER = "owner"
+"""File of a run's folder that is locked as long as it is in use."""
 
 _SMALL_BYTES = 256 * 1024
 _COPIED_BYTES = 64 * 1024 * 1024
@@ -68,8 +73,10 @@ def scratched(script: Path, *, in_place: bool) -> Iterator[Scratch]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            made = tempfile.TemporaryDirectory(prefix="paceline-doctor-", ignore_cleanup_errors=True)
+            sweep(Path(tempfile.gettempdir()))
+            made = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
             scratch = Scratch(Path(stack.enter_context(made)).resolve(), in_place)
+            stack.enter_context(_owned(scratch.home))
             scratch.place(Path.cwd(), script.resolve().parent)
             scratch.place_caches(env.for_template())
         except OSError as error:
@@ -80,6 +87,29 @@ def scratched(script: Path, *, in_place: bool) -> Iterator[Scratch]:
                 fix="Let TMPDIR name a folder with more room, or use --static",
             ) from None
         yield scratch
+
+
+@contextlib.contextmanager
+def _owned(home: Path) -> Iterator[None]:
+    """Within, `sweep` leaves the folder alone: this process holds a lock on a file in it. The kernel takes it away with
+    the process, however that ends."""
+    new = home / "new-owner"
+    with new.open("w") as lock:
+        with contextlib.suppress(OSError):  # on disks without locks it is not swept either: that needs one
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(home / _OWNER)  # only now, so that it is never there without the lock
+        yield
+
+
+def sweep(temporary: Path) -> None:
+    """Removes what is left of runs that were killed together with their keeper, such as by a machine that went down."""
+    for folder in temporary.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            with (folder / _OWNER).open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def with_originals(text: str, moved: Mapping[str, str]) -> str:

@@ -6,7 +6,9 @@ python -m paceline.doctor.watching.probe SETTINGS SCRIPT ARGUMENTS...      start
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import json
 import os
@@ -26,9 +28,12 @@ from paceline.doctor.watching.probe.guarding import Guard
 from paceline.doctor.watching.probe.hooking import install, on_audit
 from paceline.doctor.watching.probe.importing import after_import
 from paceline.doctor.watching.probe.recorder import Recorder
-from paceline.doctor.watching.records import Place
+from paceline.doctor.watching.records import Place, legible
 
 __all__ = ["main"]
+
+_HIGH = 900
+"""Below 1,024, the most descriptors that a process may commonly have."""
 
 
 def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
@@ -43,15 +48,32 @@ def main(settings: dict[str, Any], script: str, arguments: list[str]) -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != settings["parent"]:
         return 1
-    recorder = Recorder(socket.socket(fileno=settings["link"]), settings["moved"])
-    for descriptor in (settings["link"], settings["listener"]):
-        os.set_inheritable(descriptor, False)
+    _be_first_to_go()
+    link, settings["listener"] = (_out_of_the_way(settings[name]) for name in ("link", "listener"))
+    recorder = Recorder(socket.socket(fileno=link), settings["moved"])
     stacks.dump_on_signal(Path(settings["stacks"]))
     guard = Guard(recorder, Path(settings["home"])) if settings["guarded"] else None
     _watch(recorder, guard, settings)
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).absolute().parent))  # started with -P, which leaves this out
     return _run(recorder, script)
+
+
+def _be_first_to_go() -> None:
+    """Where memory runs out the kernel ends this process and its children, not the doctor or anybody else's."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _out_of_the_way(descriptor: int) -> int:
+    """The same under a number that scripts do not close which close all that a daemon has inherited."""
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError:  # so many may not be open here
+        os.set_inheritable(descriptor, False)
+        return descriptor
+    os.close(descriptor)
+    return high
 
 
 def _watch(recorder: Recorder, guard: Guard | None, settings: dict[str, Any]) -> None:
@@ -110,17 +132,28 @@ def _run(recorder: Recorder, script: str) -> int:
             recorder.tell(
                 "error",
                 type="SystemExit",
-                text=recorder.shown(str(stop.code))[:2000],
+                text=legible(recorder.shown(_said(stop.code)))[:2000],
                 places=_users(recorder, stop.__traceback__),
             )
         raise
     except BaseException as error:
         code, trace = 1, error.__traceback__
         recorder.tell(
-            "error", type=type(error).__name__, text=recorder.shown(str(error))[:4000], places=_users(recorder, trace)
+            "error",
+            type=type(error).__name__,
+            text=legible(recorder.shown(_said(error)))[:4000],
+            places=_users(recorder, trace),
         )
         raise
     return code
+
+
+def _said(value: object) -> str:
+    """Its text, though its own code may fail to make one."""
+    try:
+        return str(value)
+    except Exception:
+        return ""
 
 
 def _buffers() -> dict[str, str]:

@@ -1,0 +1,126 @@
+"""The processes of the doctor's run pass: how they are followed and ended, and who ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.doctor.watching import ranks
+from paceline.doctor.watching.following import _cpu_s, _Following
+from paceline.doctor.watching.keeper import end_all_of
+from paceline.doctor.watching.probe import serving
+from paceline.doctor.watching.records import pack
+from paceline.doctor.watching.scratch import Scratch
+from paceline.errors import UsageError
+
+
+@contextlib.contextmanager
+def a_rank(*command: str) -> Iterator[ranks.Rank]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
+    rank = ranks.Rank(0, popen, ours, Path("stacks"), {})
+    with theirs:
+        try:
+            yield rank
+        finally:
+            rank.end()
+
+
+def test_what_leaves_its_group_is_ended_and_nobody_else() -> None:
+    def sleeper(run_id: str) -> subprocess.Popen[bytes]:
+        environ = {**os.environ, "TORCHELASTIC_RUN_ID": run_id}
+        return subprocess.Popen(["sleep", "60"], start_new_session=True, env=environ)
+
+    with sleeper("a-run") as ours, sleeper("a-run-of-others") as others:
+        end_all_of("a-run")
+        assert ours.wait(10) == -9
+        assert others.poll() is None
+        others.kill()
+
+
+def test_a_keeper_that_has_died_is_told_in_four_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with (
+        a_rank("sleep", "60") as rank,
+        ranks._keeper("a-run", Path("none")) as link,
+        pytest.raises(UsageError, match="cannot watch over the ranks"),
+    ):
+        while True:  # until it has
+            ranks._tell_keeper(link, rank)
+            time.sleep(0.01)
+
+
+SAVES = """
+import sys, time
+from paceline.doctor.watching.probe.files import _whole
+while True:
+    with _whole(), open(sys.argv[1], "w") as file:
+        for part in "whole":
+            file.write(part)
+            file.flush()
+            time.sleep(0.1)
+"""
+
+
+def test_who_saves_in_place_and_is_asked_to_end_saves_it_whole(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with a_rank(sys.executable, "-c", SAVES, str(saved)) as rank:
+        while not (saved.exists() and saved.read_text() == "wh"):
+            assert rank.process.ended() is None
+        ranks._let_end([rank])
+        assert rank.process.ended() == -signal.SIGTERM
+    assert saved.read_text() == "whole"
+
+
+def test_who_does_not_end_when_asked_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_PUT_IN_ORDER_S", 0.2)
+    with a_rank("sh", "-c", "trap '' TERM; echo deaf; sleep 60") as rank:
+        while not rank._tail:
+            rank.read()
+        ranks._let_end([rank])
+        assert rank.process.ended() is None
+    assert rank.process.ended() == -signal.SIGKILL
+
+
+def test_a_store_that_cannot_be_served_is_told_in_four_beats(tmp_path: Path) -> None:
+    code = (
+        "import socket, sys, types\nfrom pathlib import Path\n"
+        "from paceline.doctor.watching.probe.serving import serve_once\n"
+        "sys.modules['torch.distributed'] = types.ModuleType('broken')\n"
+        "for _ in range(2):\n    listener = socket.create_server(('127.0.0.1', 0))\n"
+        f"    serve_once(listener.detach(), Path({str(tmp_path)!r}))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    deadline_s = time.monotonic() + 20
+    while not (tmp_path / serving.FAILED).exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    with pytest.raises(UsageError, match=r"cannot let the ranks meet: found .*TCPStore"):
+        ranks._be_sure_of_store(Scratch(tmp_path, in_place=False))
+
+
+def test_who_has_left_its_group_still_computes() -> None:
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy:  # in this process's group
+        deadline_s = time.monotonic() + 20
+        while not _cpu_s([busy.pid])[busy.pid] > 0 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        spent_s = _cpu_s([busy.pid])[busy.pid]
+        busy.kill()
+    assert spent_s > 0
+
+
+@pytest.mark.parametrize(("kind", "stopped"), [("end", "ended"), ("begin", "time")])
+def test_who_has_come_to_its_end_when_time_is_up_has_ended(kind: str, stopped: str) -> None:
+    """Though Python is not done yet with ending."""
+    told = {"kind": kind, "number": 1, "places": [], "syncs": 0, "facts": {}, "at_s": 1.0, "child": None}
+    with a_rank("sleep", "60") as rank:
+        rank.account.take(pack(told))
+        assert _Following([rank], 20, time.monotonic() - 1.0, None).over() == stopped
