@@ -11,7 +11,6 @@ Run as a program, this file is the process that commands are forked from.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import json
 import os
@@ -24,7 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import paceline
 from paceline import env
@@ -85,11 +84,6 @@ class Forked:
 class Resident:
     """The process that commands are forked from. A context: it ends with it."""
 
-    def __init__(self, requests: socket.socket | None = None) -> None:
-        """``requests``: of one that runs already."""
-        if requests is not None:
-            self._requests = requests
-
     def __enter__(self) -> Resident:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -122,37 +116,8 @@ class Resident:
         with theirs, os.fdopen(os.memfd_create("request"), "w", encoding="utf-8") as request:  # of any size
             json.dump(told, request)
             request.flush()
-            descriptors = [theirs.fileno(), request.fileno(), self._requests.fileno()]
-            socket.send_fds(self._requests, [b"command"], descriptors)
+            socket.send_fds(self._requests, [b"command"], [theirs.fileno(), request.fileno()])
         return Forked(ours)
-
-
-class Nested(Forked):
-    """A command that a command has started: what `paceline verify` uses of a `subprocess.Popen`."""
-
-    def __init__(
-        self, resident: Resident, words: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes]
-    ) -> None:
-        assert words[0] == sys.executable and stdin == subprocess.DEVNULL
-        started = resident.start(words[1:], Path.cwd(), os.environ, Path(stdout.name), Path(stderr.name))
-        self.__dict__ |= started.__dict__
-
-    def __enter__(self) -> Nested:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._link], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("", timeout or 0.0)
-        return super().wait()
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def serve(requests: socket.socket) -> Any:
@@ -174,27 +139,26 @@ def serve(requests: socket.socket) -> Any:
             os.close(ended)
         if requests not in ready:
             continue
-        message, descriptors, *_ = socket.recv_fds(requests, 16, 3, socket.MSG_CMSG_CLOEXEC)
+        message, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return 0
-        link, request, again = descriptors
+        link, request = descriptors
         command = os.fork()
         if command == 0:
             break
         running[os.pidfd_open(command)] = command, link
         os.close(request)
-        os.close(again)
         os.write(link, str(command).encode())
     requests.close()
     os.close(link)
     for descriptor, (_, others) in running.items():
         os.close(descriptor)
         os.close(others)
-    return run(request, again)
+    return run(request)
 
 
-def run(request: int, requests: int) -> Any:
-    """A command's life. What `paceline verify` starts is forked from the same process, to which ``requests`` lead."""
+def run(request: int) -> Any:
+    """A command's life."""
     with os.fdopen(request, encoding="utf-8") as file:
         file.seek(0)
         words, cwd, environ, out, err = json.load(file)
@@ -222,17 +186,12 @@ def run(request: int, requests: int) -> Any:
     match words:
         case ["-m", "paceline", *rest]:
             from paceline.cli import main
-            from paceline.verify import runs
 
-            nested = functools.partial(Nested, Resident(socket.socket(fileno=requests)))
-            runs.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": nested})  # type: ignore[assignment, attr-defined]
             sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
             finish(main())  # which has not imported torch, when it starts by itself
         case ["-c", program]:
-            os.close(requests)
             exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         case _:
-            os.close(requests)
             sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(words[0], run_name="__main__")
     return 0

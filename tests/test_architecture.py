@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "tasks",
     "train": "errors config determinism env events memory run_dir parsing planning optim tasks progress step run",
     "generate": "errors models tasks checkpoint parsing",
-    "verify": "errors config env events faults run_dir parsing checkpoint",
+    "verify": "errors config env events faults run_dir parsing supervisor checkpoint",
     "doctor": "errors callsite env stacks supervisor",
     "cli": "*",
     "__main__": "cli",

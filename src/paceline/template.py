@@ -54,9 +54,10 @@ def main(supervisor: int, requests: socket.socket) -> int:
 
     Args:
         supervisor: process id of who asks, and whose children the forked processes become.
-        requests: each message is the kind of process, ``worker`` or ``store``, with two descriptors: the process's end
-            of its link, and for a worker a file with its words and environment as JSON, for a store its listening
-            socket. The template says ``ready`` there when the first can be answered.
+        requests: each message is the kind of process, ``worker`` or ``store``, with descriptors: the process's end of
+            its link, and for a worker a file with its words and environment as JSON, for a store its listening socket.
+            Two more are a worker's standard output and error, if they are not the template's. The template says
+            ``ready`` there when the first can be answered.
     """
     for number in _DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
@@ -64,7 +65,7 @@ def main(supervisor: int, requests: socket.socket) -> int:
     requests.send(b"ready")
     while True:
         try:
-            kind, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
+            kind, descriptors, *_ = socket.recv_fds(requests, 16, 4, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # closed by who had not read that this one was ready
             return 0
         if not kind:
@@ -74,7 +75,10 @@ def main(supervisor: int, requests: socket.socket) -> int:
         for descriptor in descriptors:
             os.close(descriptor)
     requests.close()
-    link, descriptor = descriptors
+    link, descriptor, *output = descriptors
+    for standard, file in enumerate(output, start=1):
+        os.dup2(file, standard)
+        os.close(file)
     if kind == b"worker":
         for number in _DEAF_TO:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

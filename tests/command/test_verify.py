@@ -37,6 +37,7 @@ class Leaky(Task):
         return nn.Linear(4, 1)
 
     def train_data(self):
+        print("forked from", id(None))  # processes place it each elsewhere, and forked ones where it was
         x_BF = torch.arange(256.0).reshape(64, 4).sin()
         return TensorDataset(torch.arange(64), x_BF)
 
@@ -107,12 +108,13 @@ def test_runs_that_are_stopped_and_resumed_are_equal_too(place: Path) -> None:
 
 
 def test_a_difference_is_traced_to_its_step_and_lane(place: Path) -> None:
-    """One sample costs more on worker 1: where that is seen the runs part, and not before."""
+    """One sample costs more on worker 1: where that is seen the runs part, and not before. Both are forked from one
+    template, and what they print stays with them."""
     step, lane = 2, 6
     assert lane in lanes_of(1, 2, 8)
     sample = int(Plan.of(Recipe(batch=16, micro_batch=1, lanes=8, steps=4), samples=64).lane(step, lane)[0][0])
     words = ("--workers", "1,2", "--task.sample", str(sample))
-    ended = paceline("verify", "leaky.yaml", *words, cwd=place).check(1)
+    ended = paceline("verify", "leaky.yaml", *words, cwd=place, anew=True).check(1)
     told = proof(place / "runs" / "leaky-verify")
     assert told["equal"] is False
     first = told["variations"][1]["difference"]
@@ -123,6 +125,9 @@ def test_a_difference_is_traced_to_its_step_and_lane(place: Path) -> None:
     assert f"step {step + 1}: lane {lane} (lane loss; 1 of 8 differ)" in ended.out
     kept = Path(next(line for line in ended.out.splitlines() if line.startswith("runs: "))[len("runs: ") :])
     assert (place / kept / "1" / "events.jsonl").exists()
+    printed = [(place / kept / run).read_text().splitlines() for run in ("1.out", "2.out")]
+    assert len({line for lines in printed for line in lines if line.startswith("forked from")}) == 1
+    assert "forked from" in printed[0][0] and "forked from" not in ended.out
 
 
 def test_allreduce_is_shown_to_differ_and_by_how_much(place: Path) -> None:
@@ -282,14 +287,15 @@ def test_a_run_that_fails_shows_its_error_and_gives_its_code(place: Path) -> Non
     assert not old.exists(), "an old proof may not stand for this run"
 
 
-def test_an_interrupted_verify_leaves_nothing(place: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_verify_leaves_nothing(place: Path, number: signal.Signals) -> None:
     home = place / "runs" / "stopped-verify"
     words = ("--workers", "1,2", "--task.sample", "1", "--recipe.steps", "100000", "--run-dir", "runs/stopped")
-    running = start("verify", "leaky.yaml", *words, cwd=place, anew=True)
+    running = start("verify", "leaky.yaml", *words, cwd=place)
     wait_for(lambda: any(home.glob("*/1/events.jsonl")), running)
-    running.process.send_signal(signal.SIGTERM)
-    running.wait().check(128 + signal.SIGTERM)
-    assert list(home.iterdir()) == []
+    running.process.send_signal(number)
+    ended = running.wait().check(128 + number)
+    assert list(home.iterdir()) == [] and "Traceback" not in ended.err
 
 
 @pytest.mark.long

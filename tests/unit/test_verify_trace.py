@@ -17,6 +17,7 @@ from paceline.config import Execution, Recipe
 from paceline.errors import ConfigError, PacelineError
 from paceline.faults import Faults
 from paceline.parsing import Settings, TaskSpec
+from paceline.supervisor import Template
 from paceline.verify import verify
 from paceline.verify.runs import Variation, stops
 from paceline.verify.table import conclusion
@@ -271,7 +272,7 @@ def test_the_conclusion_tells_where_and_how_far() -> None:
 )
 def test_nothing_runs_when_nothing_can_be_learned(tmp_path: Path, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        verify(settings(tmp_path), **asked)
+        verify(settings(tmp_path), Template(), **asked)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,5 +280,5 @@ def test_a_worker_does_not_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="found RANK=0, WORLD_SIZE=1"):
-        verify(settings(tmp_path), workers=[1, 2])
+        verify(settings(tmp_path), Template(), workers=[1, 2])
     assert list(tmp_path.iterdir()) == []

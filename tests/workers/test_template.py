@@ -221,6 +221,18 @@ def test_what_a_worker_leaves_running_ends_with_it(template: Template, tmp_path:
     assert not psutil.pid_exists(child)
 
 
+def test_what_it_prints_goes_where_it_is_told_to(template: Template, tmp_path: Path) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text("import os, sys; print('said'); print('wrong', file=sys.stderr); os.system('echo so too')")
+    before = descriptors()
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = template.start(["script", str(script)], dict(os.environ), (out.fileno(), err.fileno()))
+    assert process.wait(DEADLINE_S) == process.reap() == 0
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["said", "so too"]
+    assert (tmp_path / "err").read_text() == "wrong\n"
+    assert descriptors() == before
+
+
 def test_workers_draw_different_random_numbers(template: Template, tmp_path: Path) -> None:
     body = "import random, numpy; tell(drawn=[int(numpy.random.randint(2**31)), random.getrandbits(31)])"
     workers = [Worker(template, tmp_path, body) for _ in range(2)]

@@ -89,16 +89,18 @@ def train_as_worker(words: list[str]) -> int:
 def _supervise_training(words: list[str]) -> int:
     from paceline.parsing import dump
     from paceline.run_dir import prepare_run_dir
-    from paceline.supervisor import resolve_workers, supervise
+    from paceline.supervisor import Template, resolve_workers, supervise
 
-    settings, resume, print_config = _read_train(words)
-    if print_config:
-        print(dump(settings), end="")
-        return EXIT_DONE
-    workers = resolve_workers(settings.recipe, settings.execution)
-    prepare_run_dir(settings.run_dir, resume)
-    program = ["call", "paceline.cli.running:train_as_worker", *words]
-    return supervise(program, workers, record=settings.run_dir / "workers.json", is_run=True)
+    with Template() as template:  # imports torch while this process does, for the task
+        settings, resume, print_config = _read_train(words)
+        if print_config:
+            print(dump(settings), end="")
+            return EXIT_DONE
+        workers = resolve_workers(settings.recipe, settings.execution)
+        prepare_run_dir(settings.run_dir, resume)
+        program = ["call", "paceline.cli.running:train_as_worker", *words]
+        record = settings.run_dir / "workers.json"
+        return supervise(program, workers, record=record, is_run=True, template=template)
 
 
 def _read_train(words: Sequence[str]) -> tuple[Settings, Resume, bool]:
@@ -206,19 +208,28 @@ def verify(words: list[str]) -> int:
     from paceline.faults import Faults
     from paceline.lanes import lanes_of
     from paceline.parsing import parse
+    from paceline.supervisor import Template
 
     faults = Faults.parse(options["--faults"]) if "--faults" in options else None
-    settings = parse(rest)
-    for count in workers:
-        lanes_of(0, count, settings.recipe.lanes)
-
-    from paceline import verify as command
-
-    out = Path(options["--out"]) if "--out" in options else None
     recompute = _ways(options["--recompute"]) if "--recompute" in options else ()
-    return command.verify(
-        settings, workers=workers, steps=steps, interrupt=interrupt, faults=faults, recompute=recompute, out=out
-    )
+    out = Path(options["--out"]) if "--out" in options else None
+    with Template() as template:
+        settings = parse(rest)
+        for count in workers:
+            lanes_of(0, count, settings.recipe.lanes)
+
+        from paceline import verify as command
+
+        return command.verify(
+            settings,
+            template,
+            workers=workers,
+            steps=steps,
+            interrupt=interrupt,
+            faults=faults,
+            recompute=recompute,
+            out=out,
+        )
 
 
 def _ways(text: str) -> list[Recompute]:

@@ -6,6 +6,7 @@ It never computes, and does not import torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -70,6 +71,7 @@ def run_workers(
     workers: int,
     *,
     record: Path | None = None,
+    output: tuple[int, int] | None = None,
     is_run: bool = False,
     template: Template | None = None,
 ) -> Outcome:
@@ -84,6 +86,7 @@ def run_workers(
         words: see `paceline.worker`; each worker finds its place in its environment (see `paceline.env`).
         workers: how many.
         record: where to write the workers' process ids, as JSON; ``None``: in the run's directory, if there is one.
+        output: descriptors for what the workers print, and for their errors; ``None``: this process's own.
         is_run: the program is known to make a `paceline.Run`, and so to go on without a worker that is lost early.
         template: one that is open, and stays so; ``None``: one of its own.
     """
@@ -102,6 +105,7 @@ def run_workers(
                 workers=workers,
                 folder=folder,
                 record=record,
+                output=output,
                 restarts=restarts,
                 is_run=is_run,
                 cause=cause,
@@ -111,7 +115,7 @@ def run_workers(
             team = Supervision(job, template, store, signals, deaths)
             outcome = team.run()
             if team.begin_again is None:
-                return outcome
+                return dataclasses.replace(outcome, asked=signals.asked)
             futile = futile + 1 if team.furthest <= furthest else 0
             furthest = max(furthest, team.furthest)
             if futile >= _FUTILE:

@@ -23,11 +23,13 @@ class Outcome:
         exit_code: of the whole, a documented one.
         failure: the first failure and what followed from it, in lines for a person; ``None``: none failed.
         members: numbers of the workers that were in the team at its end, in the order of their ranks.
+        asked: the last signal by which the supervisor was asked to end, and the workers by it; ``None``: by none.
     """
 
     exit_code: int
     failure: str | None = None
     members: tuple[int, ...] = ()
+    asked: signal.Signals | None = None
 
 
 @dataclass(frozen=True)

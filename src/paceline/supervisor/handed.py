@@ -22,10 +22,13 @@ class HandedSignals:
     """As a context: signals to this process are noted, to be handed on, and do nothing else.
 
     Outside of the main thread Python has no signals.
+
+    Attributes:
+        asked: by which of them this process was last asked to end; ``None``: by none.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.asked: signal.Signals | None = None
         self._noted: list[signal.Signals] = []
         self._handlers: dict[int, Any] = {}
 
@@ -47,5 +50,6 @@ class HandedSignals:
         return noted
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.received += number != signal.SIGTSTP
+        if number != signal.SIGTSTP:
+            self.asked = signal.Signals(number)
         self._noted.append(_FORWARDED[signal.Signals(number)])

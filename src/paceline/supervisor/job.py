@@ -20,6 +20,7 @@ class Job:
         workers: of a whole team.
         folder: of the team alone: reports, records, pulses.
         record: where to write the workers' process ids; ``None``: the run's directory, if it has one.
+        output: descriptors for what the workers print, and for their errors; ``None``: this process's own.
         restarts: how often a team has been started for this job before.
         is_run: the program is known to make a `Run`.
         cause: why this team was started, in words.
@@ -31,6 +32,7 @@ class Job:
     workers: int
     folder: Path
     record: Path | None
+    output: tuple[int, int] | None
     restarts: int
     is_run: bool
     cause: str

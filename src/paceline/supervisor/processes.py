@@ -148,7 +148,7 @@ class Template:
             self._end()
             self._start()
 
-    def start(self, words: Sequence[str], environ: Mapping[str, str]) -> Process:
+    def start(self, words: Sequence[str], environ: Mapping[str, str], output: tuple[int, int] | None = None) -> Process:
         """A new worker, once it is there: this process's child, with a group of its own and signals as by default.
 
         Waits until the template has imported everything, see `ready`.
@@ -156,6 +156,7 @@ class Template:
         Args:
             words: what it runs, as the arguments of ``python -m paceline.worker``.
             environ: its whole environment, to which the descriptor of its end of the link is added.
+            output: descriptors for its standard output and error; ``None``: the template's, which are this process's.
 
         Raises:
             PacelineError: the template died, or did not answer, twice.
@@ -163,7 +164,7 @@ class Template:
         with os.fdopen(os.memfd_create("paceline-request"), "w", encoding="utf-8") as request:  # of any size
             json.dump([list(words), dict(environ)], request)
             request.flush()
-            return self._fork("worker", request.fileno())
+            return self._fork("worker", request.fileno(), *(output or ()))
 
     def start_store(self, listener: socket.socket) -> Process:
         """A new process that serves a key-value store on ``listener``, for as long as its link is open.
@@ -176,7 +177,7 @@ class Template:
         """
         return self._fork("store", listener.fileno())
 
-    def _fork(self, kind: Literal["worker", "store"], descriptor: int) -> Process:
+    def _fork(self, kind: Literal["worker", "store"], *descriptors: int) -> Process:
         for _ in range(2):
             self.revive()
             ours, theirs = _socketpair()
@@ -184,7 +185,7 @@ class Template:
                 on_failure.enter_context(ours)
                 ours.settimeout(_ANSWER_S if self.ready else _IMPORT_S)
                 with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    socket.send_fds(self._process.link, [kind.encode()], [theirs.fileno(), descriptor])
+                    socket.send_fds(self._process.link, [kind.encode()], [theirs.fileno(), *descriptors])
                 with contextlib.suppress(TimeoutError):
                     if told := ours.recv(16):
                         ours.settimeout(None)

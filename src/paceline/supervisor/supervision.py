@@ -292,7 +292,7 @@ class Supervision:
             report_dir=self._job.folder,
             restarts=self._job.restarts,
         )
-        process = self._template.start(self._job.words, environ)
+        process = self._template.start(self._job.words, environ, self._job.output)
         self._workers[member] = Worker(member, slot, process, self._job.folder / f"pulse-{member}")
 
     def _give_up(self, worker: Worker, cause: str, now_s: float) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from paceline.config import Recipe
 from paceline.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from paceline.faults import Faults
 from paceline.parsing import Settings
+from paceline.supervisor import Template
 from paceline.verify import record
 from paceline.verify.runs import Recompute, Variation, run, shown
 from paceline.verify.table import Display, conclusion, same
@@ -32,6 +35,7 @@ _LEGS = 3
 
 def verify(
     settings: Settings,
+    template: Template,
     *,
     workers: Sequence[int],
     steps: int | None = None,
@@ -42,10 +46,11 @@ def verify(
 ) -> int:
     """Runs ``settings`` once with each number of workers, prints how the bits compare, and writes the proof.
 
-    Each run starts from scratch, under the supervisor, in a directory of its own. Nothing of the recipe is touched, the
+    Each run starts from scratch, in a directory of its own. Nothing of the recipe is touched, the
     schedule neither: a run of fewer steps is the beginning of the whole one.
 
     Args:
+        template: an open one, from which all workers are forked.
         workers: worker counts; the first is the reference.
         steps: how many; ``None``: all, or up to ``execution.stop_at``.
         interrupt: beside each run, another one that is stopped twice on its way and resumed on the next worker counts
@@ -104,7 +109,8 @@ def verify(
     display = Display([variation.name for variation in variations], faults=bool(faults.statements))
     with _removed_when_interrupted(runs if out is None else None), display:
         for variation in variations:
-            code = run(variation, settings, steps, partial(display.show, variation))
+            display.begin(variation)
+            code = run(variation, settings, steps, template)
             if code != EXIT_DONE:
                 display.end(variation, "failed")
                 break
@@ -116,7 +122,7 @@ def verify(
             variation.difference = first_difference(reference.trace, variation.trace)
             display.end(variation, "-" if variation is reference else same(variation.difference))
     if code != EXIT_DONE:
-        said = (variation.run_dir.parent / f"{variation.run_dir.name}.err").read_text(errors="replace").rstrip()
+        said = variation.errors.read_text(errors="replace").rstrip()
         print(f"{said}\npaceline: that was the run with workers {variation.name}, kept in {runs}", file=sys.stderr)
         return code
     different = [variation for variation in variations if variation.difference is not None]
@@ -223,12 +229,20 @@ def _prepare(home: Path, *, keep: bool) -> Path:
 
 @contextmanager
 def _removed_when_interrupted(runs: Path | None) -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, and both take ``runs`` away."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):  # SIGTERM
+    except (KeyboardInterrupt, SystemExit):
         if runs is not None:
             shutil.rmtree(runs)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _weights(variation: Variation) -> dict[str, Tensor]:

@@ -1,24 +1,25 @@
-"""The runs under test: each in a directory of its own, in as many legs as it has worker counts."""
+"""The runs under test: each in a directory of its own, in as many legs as it has worker counts.
+
+A leg is what `paceline train` would be. This process is its supervisor, and all are forked from one template.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from paceline.checkpoint import Loaded, Store
+from paceline.config import Resume
 from paceline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError
 from paceline.events import read_events
 from paceline.faults import Faults
 from paceline.parsing import Settings, dump
+from paceline.run_dir import prepare_run_dir
+from paceline.supervisor import Template, run_workers
 from paceline.verify.trace import Cost, Difference, StepBits, WeightGap, cost_of, trace_of
 
 __all__ = ["Recompute", "Variation", "run", "shown", "stops"]
@@ -26,9 +27,6 @@ __all__ = ["Recompute", "Variation", "run", "shown", "stops"]
 Recompute = str | list[str] | dict[str, str]
 """A way to recompute, as in `paceline.Execution`."""
 
-_POLL_S = 0.2
-_ENDING_S = 20.0
-"""For a run that shall end before its time, which saves first: nobody needs what it saves."""
 _NAMED = 3
 """So many statements stand in a variation's name."""
 
@@ -60,6 +58,11 @@ class Variation:
     def events(self) -> Path:
         """Its run log."""
         return self.run_dir / "events.jsonl"
+
+    @property
+    def errors(self) -> Path:
+        """The file of what its processes said on standard error."""
+        return self.run_dir.with_name(f"{self.run_dir.name}.err")
 
     def checkpoint(self, *states: str) -> Loaded:
         """The one after the last step, with ``states`` of it."""
@@ -94,23 +97,19 @@ def stops(steps: int, legs: int) -> list[int]:
     return [leg * steps // legs for leg in range(1, legs + 1)]
 
 
-def run(variation: Variation, settings: Settings, steps: int | None, watch: Callable[[], None]) -> int:
+def run(variation: Variation, settings: Settings, steps: int | None, template: Template) -> int:
     """Runs one variation and reads its log; returns the exit code of the leg that failed, or 0.
 
     Args:
         settings: of the run that is verified.
         steps: how many; ``None``: all.
-        watch: called a few times a second.
+        template: what the workers are forked from.
 
     Raises:
         PacelineError: its log does not show that it ran as asked.
+        KeyboardInterrupt, SystemExit: this process was asked to end, and its workers have ended.
     """
-    begun = time.monotonic()
-
-    def tick() -> None:
-        variation.seconds = time.monotonic() - begun
-        watch()
-
+    begun_s = time.monotonic()
     ends: list[int | None] = [*stops(steps, len(variation.workers))] if steps is not None else [None]
     disturbed = bool(variation.faults.statements)
     for leg, (count, stop) in enumerate(zip(variation.workers, ends, strict=True)):
@@ -132,14 +131,13 @@ def run(variation: Variation, settings: Settings, steps: int | None, watch: Call
             execution = dataclasses.replace(execution, checkpoint_every=None, keep=1, keep_best=None)  # one at the stop
         config = variation.run_dir.with_name(f"{variation.run_dir.name}-leg{leg + 1}.yaml")
         config.write_text(dump(dataclasses.replace(settings, execution=execution)), encoding="utf-8")
-        command = [sys.executable, "-m", "paceline", "train", str(config), "--resume"]
-        code = _execute([*command, "must" if leg else "never"], variation.run_dir, tick)
+        code = _train(variation, config, count, "must" if leg else "never", template)
         for _ in range(variation.faults.stops):
             if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
-                code = _execute([*command, "auto"], variation.run_dir, tick)  # as a launcher would
+                code = _train(variation, config, count, "auto", template)  # as a launcher would
+        variation.seconds = time.monotonic() - begun_s
         if code != EXIT_DONE:
             return code
-    tick()
     events = read_events(variation.events)
     variation.trace = trace_of(events, workers=variation.workers, steps=steps, disturbed=disturbed)
     if disturbed:
@@ -160,37 +158,26 @@ def _check_fired(variation: Variation) -> None:
         )
 
 
-def _execute(command: Sequence[str], logs: Path, watch: Callable[[], None]) -> int:
-    """Runs a command whose output goes to files, and does not outlive this process's own end by signal."""
-    with ExitStack() as stack:
-        stdout, stderr = (
-            stack.enter_context(logs.with_name(f"{logs.name}.{end}").open("ab")) for end in ("out", "err")
+def _train(variation: Variation, config: Path, workers: int, resume: Resume, template: Template) -> int:
+    """`paceline train` with what it says in files beside the run's directory."""
+    prepare_run_dir(variation.run_dir, resume)
+    with (
+        variation.run_dir.with_name(f"{variation.run_dir.name}.out").open("a") as out,
+        variation.errors.open("a") as err,
+        redirect_stderr(err),  # the supervisor's own words
+    ):
+        outcome = run_workers(
+            ["call", "paceline.cli.running:train_as_worker", str(config), "--resume", resume],
+            workers,
+            record=variation.run_dir / "workers.json",
+            output=(out.fileno(), err.fileno()),
+            is_run=True,
+            template=template,
         )
-        stack.enter_context(_terminable())
-        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr))
-        try:
-            while process.poll() is None:
-                time.sleep(_POLL_S)
-                watch()
-        except BaseException:
-            process.terminate()  # its supervisor hands it on, and leaves no worker behind
-            try:
-                process.wait(_ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # its workers end with it
-            raise
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C."""
-
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        if outcome.failure is not None:
+            print(outcome.failure, file=err)
+    if outcome.asked == signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.asked is not None:
+        raise SystemExit(128 + outcome.asked)
+    return outcome.exit_code

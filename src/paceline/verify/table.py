@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -16,7 +17,7 @@ __all__ = ["Display", "conclusion", "same", "told"]
 
 
 class Display:
-    """The table: live on a terminal, else a line as each run ends.
+    """The table: live on a terminal, else a line as each run ends. A context.
 
     The last column is there with ``faults`` only.
     """
@@ -27,8 +28,10 @@ class Display:
         self._head = self._HEAD if faults else self._HEAD[:-1]
         self._rows = {name: ("",) * len(self._head[1:]) for name in names}
         self._width = max(len(name) for name in [*names, self._HEAD[0]])
+        self._running: Variation | None = None
+        self._begun_s = 0.0
         console = Console()
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._live = Live(console=console, get_renderable=self._table) if console.is_terminal else None
 
     def __enter__(self) -> Display:
         if self._live:
@@ -41,33 +44,36 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def show(self, variation: Variation) -> None:
-        """How far the run has come; nothing without a terminal."""
-        if self._live:
-            done = variation.events.read_bytes().count(b'"event": "digest"') if variation.events.exists() else 0
-            self._set(variation, f"step {done}" if done else "starting", "")
+    def begin(self, variation: Variation) -> None:
+        """From now on it is told how far this run has come; nothing without a terminal."""
+        self._begun_s, self._running = time.monotonic(), variation
 
     def end(self, variation: Variation, same: str) -> None:
         """The run's own line."""
+        self._running = None
         digest = variation.trace[-1].digest[:16] if variation.trace else "none"
-        if self._live:
-            self._set(variation, digest, same)
-        else:
-            self._print((variation.name, *self._cells(variation, digest, same)))
-
-    def _cells(self, variation: Variation, digest: str, same: str) -> tuple[str, ...]:
         cost = told(variation.cost) if variation.cost is not None else ""
-        return (digest, f"{variation.seconds:.1f}", same, cost)[: len(self._head) - 1]
+        row = self._row(digest, variation.seconds, same, cost)
+        if self._live:
+            self._rows[variation.name] = row
+        else:
+            self._print((variation.name, *row))
 
-    def _set(self, variation: Variation, digest: str, same: str) -> None:
-        assert self._live is not None
-        self._rows[variation.name] = self._cells(variation, digest, same)
+    def _row(self, digest: str, seconds: float, same: str, cost: str) -> tuple[str, ...]:
+        return (digest, f"{seconds:.1f}", same, cost)[: len(self._head) - 1]
+
+    def _table(self) -> Table:
+        """As it is now; asked for by the live display's own thread."""
+        if (running := self._running) is not None:
+            done = running.events.read_bytes().count(b'"event": "digest"') if running.events.exists() else 0
+            said = f"step {done}" if done else "starting"
+            self._rows[running.name] = self._row(said, time.monotonic() - self._begun_s, "", "")
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in self._head:
             table.add_column(name, justify="right" if name == "seconds" else "left")
         for name, row in self._rows.items():
             table.add_row(name, *row)
-        self._live.update(table, refresh=True)
+        return table
 
     def _print(self, row: Sequence[str]) -> None:
         name, digest, seconds, same, *cost = row
