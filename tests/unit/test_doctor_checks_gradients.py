@@ -5,6 +5,9 @@ Each test holds a right way and the wrong one that it resembles, as the ranks wo
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from paceline.doctor.watching import (
     checks_replicas,
 )
 from paceline.doctor.watching.probe import communication, optimizers, training
+from paceline.doctor.watching.probe.hooking import Call
+from paceline.doctor.watching.probe.recorder import Recorder
 from told import Ranks, rules
 
 
@@ -208,3 +213,81 @@ def test_what_is_gathered_for_a_metric_is_in_no_product() -> None:
     attending = (features @ features.T @ features).mean()
     losses = (contrastive, plain, attending, torch.zeros(1))
     assert [communication._has_constant_factor(loss) for loss in losses] == [True, False, False, False]
+
+
+SUMS: dict[str, tuple[Callable[[Ranks], object], bool]] = {
+    "the sum of means": (lambda ranks: reduced_by_hand(ranks, [[3.0, -2.0]]), True),
+    "their mean": (lambda ranks: reduced_by_hand(ranks, [[1.5, -1.0]]), False),
+    "one of them": (lambda ranks: reduced_by_hand(ranks, [[1.0, -2.0]]), False),
+    "the sum of shares of a mean": (
+        lambda ranks: reduced_by_hand(ranks, [[3.0, -2.0]], roots=[[["DivBackward0", 2.0], ["MeanBackward0", 4.0]]]),
+        False,
+    ),
+    "the sum of sums": (
+        lambda ranks: reduced_by_hand(ranks, [[3.0, -2.0]], roots=[[["MseLossBackward0", None]]]),
+        False,
+    ),
+    "clipped": (lambda ranks: reduced_by_hand(ranks.tell("clip", norm=1.0), [[3.0, -2.0]]), False),
+    "Adam": (lambda ranks: reduced_by_hand(ranks, [[3.0, -2.0]], by="Adam"), False),
+    "DDP": (lambda ranks: reduced_by_hand(ranks.tell("wrap", ddp=0), [[3.0, -2.0]]), False),
+    "not by hand": (lambda ranks: reduced_by_hand(ranks, [[3.0, -2.0]], by_hand=False), False),
+}
+
+
+def reduced_by_hand(
+    ranks: Ranks, taken: list[list[float]], *, by: str = "SGD", by_hand: bool = True, **backward: Any
+) -> None:
+    ranks.tell("optimizer", optimizer=0, name=by)
+    for _ in range(2):
+        ranks.goes(**{"reached": [], **backward})
+        ranks.tell("collective", lines=(3,), op="all_reduce", ranks=[0, 1], grads="plain", copied=False)
+        sides: list[dict[str, Any]] = [{"own": [values] if by_hand else None} for values in ([1.0, 0.0], [2.0, -2.0])]
+        ranks.steps(*sides, grad_sample=taken, touched=True)
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_gradients_that_are_added_up_over_ranks_are_to_be_divided(ranks: Ranks, case: str) -> None:
+    told, wrong = SUMS[case]
+    told(ranks)
+    found = ranks.found(checks_gradients.summed_over_ranks)
+    assert [(finding.id, finding.line) for finding in found] == [("loss-scaled-by-world-size", 3)] * wrong
+
+
+@pytest.mark.parametrize(("by", "line"), [("a scheduler", 4), ("the rank", 2), ("nobody", None)])
+def test_learning_rates_that_come_apart_are_told_where_they_do(ranks: Ranks, by: str, line: int | None) -> None:
+    """All the rest is one weight that differs, and a scheduler that decides for itself says why."""
+    ranks.tell("init").tell("optimizer", lines=(2,), optimizer=0)
+    apart: list[dict[str, Any]] = [{"rates": [0.1]}, {"rates": [0.05]}]
+    same: list[dict[str, Any]] = [{"rates": [0.1]}, {"rates": [0.1]}]
+    ranks.goes().steps(*(apart if by == "the rank" else same), alike=[True])
+    ranks.tell("scheduled", *(apart if by == "a scheduler" else same), lines=(4,), scheduler=0)
+    ranks.goes().steps(*(same if by == "nobody" else apart))
+    ranks.goes().steps({"values": ["b"]}, {"values": ["c" if by != "nobody" else "b"]})
+    found = ranks.found(checks_replicas.replicas_diverged)
+    assert [(finding.id, finding.line) for finding in found] == ([("replicas-diverged", line)] if line else [])
+    assert all("0.1 and 0.05" in finding.evidence for finding in found)
+
+
+def test_rates_of_a_part_that_each_rank_has_for_itself_may_differ(ranks: Ranks) -> None:
+    ranks.tell("init").goes().steps({"rates": [0.1, 0.2]}, {"rates": [0.1, 0.4]}, alike=[True, False])
+    assert ranks.found(checks_replicas.replicas_diverged) == []
+
+
+def test_a_scheduler_with_a_step_of_its_own_tells_its_rates() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with ours, theirs:
+        recorder = Recorder(theirs, {})
+        for name in training._SCHEDULERS[1:]:
+            owner = getattr(torch.optim.lr_scheduler, name)
+            scheduler = owner(optimizer, *([2] if name.startswith("Cosine") else []))
+            training._schedulers[scheduler] = 7
+            running = training._scheduler_stepped(Call(recorder, owner.step, (scheduler,), {}, None))
+            next(running)
+            with contextlib.suppress(StopIteration):
+                running.send(None)
+            told = json.loads(ours.recv(1 << 16))
+            assert (told["kind"], told["facts"]) == ("scheduled", {"scheduler": 7, "rates": [0.1]})
+            assert "step" in vars(owner)
+    own = {n for n, c in vars(torch.optim.lr_scheduler).items() if isinstance(c, type) and "step" in vars(c)}
+    assert own & set(torch.optim.lr_scheduler.__all__) <= {*training._SCHEDULERS, "SequentialLR", "ChainedScheduler"}

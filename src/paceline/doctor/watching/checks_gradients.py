@@ -164,6 +164,50 @@ def loss_scaled_by_world_size(run: Run) -> Iterator[Finding]:
         )
 
 
+def summed_over_ranks(run: Run) -> Iterator[Finding]:
+    """Gradients that the script reduces by itself, each of a mean, and that nothing divides by the number of ranks.
+
+    Told for plain SGD only: what follows the size of gradients, as Adam does not, nor whoever clips them.
+    """
+    plain = [record["name"] for record in run.accounts[0].of("optimizer")] == ["SGD"]
+    if run.world < 2 or not plain or any(True for _ in run.all("wrap", "clip")):
+        return
+    done = list(same_steps(run))
+    if done and all(_is_sum(those) and _of_means(those[0]) for those in done):
+        reductions = [record for record in done[0][0].of("collective") if record["grads"]]
+        yield from found(
+            "loss-scaled-by-world-size",
+            reductions[0].place if reductions else None,
+            f"gradients of {run.world} ranks are added up, each of them of a mean, and nothing divides them by "
+            f"{run.world}",
+            f"at each of {count(len(done), 'step')} the gradient was the sum of the ranks' own, {run.world} times "
+            "that of the mean over all samples",
+            severity="warning",
+            fix="Divide by the world size after the reduction, or reduce with `ReduceOp.AVG`",
+        )
+
+
+def _is_sum(those: Sequence[Interval]) -> bool:
+    """Whether all ranks step with the sum of their own gradients, which are no zeros."""
+    if any(one.step["own"] is None for one in those):
+        return False
+    each = [[value for values in one.step["own"] for value in values] for one in those]
+    taken = [[value for values in one.step["grad_sample"] for value in values] for one in those]
+    if len({len(own) for own in (*each, *taken)}) > 1:
+        return False
+    total = [sum(column) for column in zip(*each, strict=True)]
+    largest = max(map(abs, total), default=0.0)
+    return largest > 0 and all(
+        abs(value - expected) <= 1e-3 * largest for own in taken for value, expected in zip(own, total, strict=True)
+    )
+
+
+def _of_means(one: Interval) -> bool:
+    """Whether each backward is of a mean, over all that was accumulated if there are several."""
+    backwards = one.of("backward")
+    return bool(backwards) and all(_divisor(record) == len(backwards) for record in backwards)
+
+
 def _accumulated(account: Account) -> list[Interval]:
     """The steps, if each adds up gradients of several micro-batches of its own samples and takes them as they are."""
     done = [one for one in intervals(account) if one.of("backward")]
@@ -290,6 +334,7 @@ CHECKS = (
     redundant_grad_allreduce,
     accumulation_not_normalised,
     loss_scaled_by_world_size,
+    summed_over_ranks,
     unequal_weight_average,
     clip_before_sync,
     gradscaler_diverges,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.checks_gradients import differ, how_far_apart, same_steps
-from paceline.doctor.watching.evidence import Interval, count, found, intervals, ranks
+from paceline.doctor.watching.evidence import Interval, beside, count, found, intervals, ranks
 from paceline.doctor.watching.records import Account, Record, Run
 
 __all__ = ["CHECKS", "alike"]
@@ -103,7 +103,10 @@ def replicas_start_different(run: Run) -> Iterator[Finding]:
 
 
 def replicas_diverged(run: Run) -> Iterator[Finding]:
-    if (told := _first_apart(run)) is not None:
+    told, rated = _first_apart(run), _at_other_rates(run)
+    if rated is not None and (told is None or rated[0].number < told.those[0].number):
+        yield from _rated(run, rated, told)
+    elif told is not None:
         cause = ""
         if told.before is not None and differ(told.before, "grads"):
             apart = how_far_apart(told.before, "grad_sample")
@@ -145,6 +148,37 @@ def _first_apart(run: Run) -> _Apart | None:
             return _Apart(those, before, loads, told)
         before = those
     return None
+
+
+def _at_other_rates(run: Run) -> list[Interval] | None:
+    """The first step that ranks take at learning rates of their own, though their weights are to stay equal."""
+    known = [alike(account) for account in run.accounts]
+    for those in same_steps(run) if any(run.all("init")) else ():
+        if len({tuple(one.step["rates"] or ()) for one in those}) > 1:
+            masks = [own.get(one.step["optimizer"], ()) for own, one in zip(known, those, strict=True)]
+            if all(mask and all(mask) for mask in masks):
+                return those
+    return None
+
+
+def _rated(run: Run, those: Sequence[Interval], told: _Apart | None) -> Iterator[Finding]:
+    """At the scheduler that made them so, if one has; else they were given so."""
+    since = [those_too for those_too in beside(run, "scheduled") if len({str(r["rates"]) for r in those_too}) > 1]
+    made = [r for r in run.accounts[0].of("optimizer") if r["optimizer"] == those[0].step["optimizer"]]
+    scheduled = next((records[0] for records in since if records[0].at_s < those[0].step.at_s), None)
+    rates = " and ".join(f"{(one.step['rates'] or [0.0])[0]:g}" for one in those)
+    yield from found(
+        "replicas-diverged",
+        (scheduled or next(iter(made), those[0].step)).place,
+        "each rank's scheduler decides for itself, and the learning rates are not the same any more"
+        if scheduled is not None
+        else "the ranks take their steps at different learning rates",
+        f"step {those[0].number + 1} was taken at {rates} on ranks 0 to {run.world - 1}"
+        + (f"; {told.evidence}" if told is not None else ""),
+        fix="Reduce what the learning rate depends on over all ranks first: all_reduce it, then step the scheduler"
+        if scheduled is not None
+        else "Give every rank the same learning rate",
+    )
 
 
 def _names(run: Run, those: Sequence[Interval]) -> str:

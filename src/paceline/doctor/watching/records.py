@@ -40,6 +40,7 @@ KINDS: dict[str, str] = {
     "env": "a launcher's variable was set: key, before, after",
     "asks": "what the machine has was asked for: what, value",
     "threads": "torch.set_num_threads: count",
+    "exec": "another program takes the place of this one, and tells nothing: program",
     "spawn": "processes are started by torch.multiprocessing: count",
     "device": "a GPU is named: index (None: the current one), how",
     # data

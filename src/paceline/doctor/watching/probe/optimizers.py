@@ -28,6 +28,8 @@ _numbers = itertools.count()
 _running: list[int] = []
 _reduced: set[int] = set()
 """Ids of parameters whose gradients the script has reduced itself."""
+_before: dict[int, list[float]] = {}
+"""By id of such a parameter a few values of this rank's own gradient, before it was reduced for the next step."""
 
 
 class Reduced(NamedTuple):
@@ -50,6 +52,8 @@ def reduced(tensor: Any) -> Reduced | None:
     if not found:
         return None
     _reduced.update(id(p) for p in found)
+    for p in found:
+        _before.setdefault(id(p), digests.sampled(p.grad, _SAMPLED_VALUES))
     ddp = replicas.names()
     return Reduced("ddp" if any(id(p) in ddp for p in found) else "plain", not own)
 
@@ -141,6 +145,8 @@ def _tell(recorder: Recorder, optimizer: Any) -> int:
         ][:_TOLD],
         buffers=buffers(),
         touched=_touched(parameters),
+        own=_own(parameters),
+        rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
         **facts,
     )
 
@@ -190,6 +196,14 @@ def _touched(parameters: list[Any]) -> bool:
         p.grad is not None and replicas.marks.get(id(p), (id(p.grad), p.grad._version)) != (id(p.grad), p.grad._version)
         for p in parameters
     )
+
+
+def _own(parameters: Sequence[Any]) -> list[list[float]] | None:
+    """What this rank has brought to the gradients that it steps with, as `grad_sample` tells of these; ``None``: not
+    all of them were reduced by the script itself."""
+    held = [p for p in parameters[:_SAMPLED_PARAMETERS] if _dense(p.grad)]
+    own = [_before.pop(id(p), []) for p in held]
+    return own if own and all(own) else None
 
 
 def _made(call: Call) -> Generator[None, Any, None]:

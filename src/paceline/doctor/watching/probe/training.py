@@ -363,9 +363,10 @@ def _scheduler_made(call: Call) -> Generator[None, Any, None]:
 
 
 def _scheduler_stepped(call: Call) -> Generator[None, Any, None]:
-    if call.owner in _schedulers:
-        call.recorder.tell("scheduled", scheduler=_schedulers[call.owner])
     yield
+    if call.owner in _schedulers:
+        rates = [float(group["lr"]) for group in call.owner.optimizer.param_groups]
+        call.recorder.tell("scheduled", scheduler=_schedulers[call.owner], rates=rates)
 
 
 def _state_loaded(call: Call) -> Generator[None, Any, None]:
@@ -408,6 +409,8 @@ def _replicated(call: Call) -> Generator[None, Any, None]:
     yield
 
 
+_SCHEDULERS = ("LRScheduler", "ReduceLROnPlateau", "CosineAnnealingWarmRestarts")
+"""Those with a ``step`` of their own; one that is made of others steps through them."""
 _DDP = "torch.nn.parallel.distributed"
 TABLE = (
     Hooked(_DDP, "DistributedDataParallel.__init__", _wrapped, scope="wrap"),
@@ -419,8 +422,8 @@ TABLE = (
     Hooked("torch.nn.utils.clip_grad", "clip_grad_norm_", _clipped, scope="clip"),
     Hooked("torch.nn.utils.clip_grad", "clip_grad_value_", _clipped, scope="clip"),
     Hooked("torch.amp", "GradScaler.update", _scaler_updated),
-    Hooked("torch.optim.lr_scheduler", "LRScheduler.__init__", _scheduler_made, scope="schedule"),
-    Hooked("torch.optim.lr_scheduler", "LRScheduler.step", _scheduler_stepped, scope="schedule"),
+    *(Hooked("torch.optim.lr_scheduler", f"{n}.__init__", _scheduler_made, scope="schedule") for n in _SCHEDULERS),
+    *(Hooked("torch.optim.lr_scheduler", f"{n}.step", _scheduler_stepped, scope="schedule") for n in _SCHEDULERS),
     Hooked("torch.nn", "Module.load_state_dict", _state_loaded, scope="load-state"),
     Hooked(_DDP, "DistributedDataParallel.join", _joined, scope="join"),
     Hooked("torch.distributed.algorithms.join", "Join.__init__", _joined, scope="join"),
