@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from paceline.doctor.reading.flows import joined, labels_of, picked, tested
+from paceline.doctor.reading.flows import joined, labels_of, part_labels, picked, tested
 from paceline.doctor.reading.knowledge import LAUNCHED
 from paceline.doctor.reading.machine import Machine
 from paceline.doctor.reading.meaning import calculated, named
@@ -115,12 +115,16 @@ class Arithmetic(Machine):
             asked = right if left.is_none else left
             is_none = replace(whether_none(asked), fields={"of": asked})
             return is_none if isinstance(op, ast.Is | ast.Eq) else replace(opposite(is_none), fields={"of": asked})
+        if isinstance(right.only, bool) and isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and not left.known:
+            return left if right.only is isinstance(op, ast.Is | ast.Eq) else opposite(left)
         labels = tested((left, right))
         if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and {left.kind, right.kind} <= {"api", "class"}:
             return constant(_is_same_class(left, right) is isinstance(op, ast.Is | ast.Eq))
         known = combined(_COMPARED[type(op)], left.known, right.known)
         if known is None and isinstance(op, ast.In | ast.NotIn):
             known = self._contained(op, left, right)
+            if isinstance(left.default, str) and right.kind not in ("scalar", "list", "tuple", "set"):
+                labels = tested((left, Value(right.kind, part_labels(right)))) - {"data"}  # a key is there for all
         if known is None and (_is_rank(left) or _is_rank(right)):
             # Which rank cannot be told, but that it is not all of them.
             others = isinstance(op, ast.NotEq | ast.Gt | ast.IsNot | ast.NotIn)
@@ -212,7 +216,7 @@ def whether_none(value: Value, depth: int = MAX_NESTED) -> Value:
         return Value("unknown", tested((value,)) - VARYING)
     if value.kind not in ("unknown", "scalar"):
         return Value("scalar", known=Known((False,)))
-    return Value("unknown", tested((value,)))
+    return Value("unknown", tested((value,)) - VARYING)  # what is there does not hang on the numbers in it
 
 
 def _folded(known: list[Known | None], decided: list[bool | None], is_and: bool) -> Known | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from paceline.doctor.reading.calls import Calls
+from paceline.doctor.reading.calls import Calls, named_after_ranks
 from paceline.doctor.reading.flows import bounded, detached, doubted, labels_of
 from paceline.doctor.reading.machine import Frame
 from paceline.doctor.reading.values import Value
@@ -54,6 +54,8 @@ class Assignments(Calls):
 
     def assign(self, target: ast.expr, value: Value) -> None:
         match target:
+            case ast.Name() | ast.Attribute() if (called := named_after_ranks(_name_of(target), value)) is not value:
+                self.assign(target, called)
             case ast.Name():
                 self.write(self.frame.scope.holder(target.id), target.id, value)
             case ast.Tuple() | ast.List():
@@ -124,7 +126,7 @@ class Assignments(Calls):
                 self.event("store", node, name=str(key.default), subject=option, arguments={"value": value})
                 self.write(option.fields, str(key.default), value)
             else:
-                added = detached(labels_of((value, key))) | self.implied()
+                added = labels_of((value,)) | detached(labels_of((key,))) | self.implied()
                 option.labels |= doubted(added) if isinstance(key.default, str) else added
                 if "gathered" in option.labels and "rank" in key.labels:
                     for part in (option, *(option.items or ())):
@@ -150,6 +152,10 @@ class Assignments(Calls):
         for target in node.targets:
             if isinstance(target, ast.Subscript):
                 self.evaluate(target.value)
+
+
+def _name_of(target: ast.Name | ast.Attribute) -> str:
+    return target.id if isinstance(target, ast.Name) else target.attr
 
 
 def _is_init(frame: Frame) -> bool:

@@ -175,6 +175,7 @@ class Builtins(Containers):
             mark = len(self.trace.events)
             element = self.element(value, node)
             for event in self.trace.events[mark:]:  # of a generator of the script's that goes through a loader
+                event.asked = tuple(self.loops)
                 event.name = "drawn" if event.role == "iterate" else event.name
             return element
         return self.call_method(value, "__next__", [], {}, node)
@@ -182,7 +183,7 @@ class Builtins(Containers):
     def _builtin_map(self, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
         given = [self.element(part, node) for part in arguments[1:]]
         made = self.call(arguments[0], given, {}, node)
-        return Value("list", labels_of([made, *arguments[1:]]) | {"some"}, items=[made])
+        return Value("list", labels_of([made]) | {"some"}, items=[made])
 
     def _builtin_filter(self, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
         return _freshened(arguments[-1], remove=set(), add={"some"})

@@ -11,14 +11,23 @@ from typing import Final
 from paceline.doctor.reading.effects import numbered, picks, seeded
 from paceline.doctor.reading.flows import carried, detached, doubted, joined, labels_of, picked
 from paceline.doctor.reading.instances import Instances
-from paceline.doctor.reading.knowledge import KEPT, LIBRARIES, METHODS, Api, api, may_agree, speaks_of_ranks
+from paceline.doctor.reading.knowledge import (
+    KEPT,
+    LIBRARIES,
+    METHODS,
+    Api,
+    api,
+    is_called_after_ranks,
+    may_agree,
+    speaks_of_ranks,
+)
 from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.meaning import content
 from paceline.doctor.reading.objects import bound, class_field, method_of
 from paceline.doctor.reading.trace import Call
 from paceline.doctor.reading.values import NONE, VARYING, Known, Value
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "named_after_ranks"]
 
 MAX_FRAMES: Final = 24
 _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
@@ -329,6 +338,14 @@ def _escape(values: Iterable[Value]) -> None:
                 option.labels |= {"escaped"}
 
 
+def named_after_ranks(name: str, value: Value) -> Value:
+    """What a variable holds of which only its name tells that it may differ between ranks; else the value itself."""
+    unclear = value.kind == "unknown" and value.known is None and not value.may_vary
+    return (
+        Value(labels=value.labels | {"partly"}, name=value.name) if unclear and is_called_after_ranks(name) else value
+    )
+
+
 def _bound_parameters(
     code: Function, arguments: list[Value], keywords: dict[str, Value], *, unknown: bool
 ) -> dict[str, Value]:
@@ -341,6 +358,7 @@ def _bound_parameters(
             names[name] = rest.pop(name)
         elif name not in names:
             names[name] = Value() if unknown else code.defaults.get(name) or Value(labels=labels_of(rest.values()))
+    names = {name: named_after_ranks(name, value) for name, value in names.items()}
     if parameters.vararg is not None:
         extra = arguments[len(positional) :]
         names[parameters.vararg.arg] = Value("tuple", items=extra, length=Known((len(extra),)))

@@ -31,7 +31,8 @@ def _own_batch_norms(trace: Trace, wrap: Event) -> list[Value]:
 
 @rule_check("buffers-not-synced")
 def buffers_not_synced(trace: Trace) -> Iterator[Found]:
-    evaluated = trace.any("save") or any(not event.with_grad for event in trace.of("forward"))
+    saved = any(0 not in event.ranks or not event.on_some_ranks for event in trace.of("save"))
+    evaluated = saved or any(not event.with_grad for event in trace.of("forward"))  # rank 0's own would be saved anyway
     written = {id(event.subject) for event in trace.of("buffer")}
     by_hand = any(is_weights(event.argument("tensor")) for event in trace.of("collective"))
     for wrap in trace.of("wrap"):

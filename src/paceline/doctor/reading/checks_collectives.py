@@ -198,7 +198,7 @@ def rank_local_early_stop(trace: Trace) -> Iterator[Found]:
                     event,
                     "how long this loop goes on depends on what one rank sees",
                     evidence=f"{event.source} at line {event.line} waits for all",
-                    line=loop.line,
+                    at=loop,
                 )
 
 

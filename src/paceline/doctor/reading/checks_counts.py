@@ -11,6 +11,7 @@ from paceline.doctor.reading.evidence import (
     instead,
     is_distributed_sampler,
     local,
+    making,
     rule_check,
     samplers_of,
     synchronising,
@@ -38,7 +39,7 @@ def uneven_inputs(trace: Trace) -> Iterator[Found]:
                 event,
                 f"ranks go round this loop differently often: {how_often}",
                 evidence=f"of 2 ranks; {event.source} at line {event.line} waits for all",
-                line=loop.line,
+                at=loop,
             )
 
 
@@ -80,7 +81,7 @@ def rank_local_skip(trace: Trace) -> Iterator[Found]:
                 event,
                 "whether this rank takes the step depends on what only it sees",
                 evidence=f"{event.source} at line {event.line} is under the condition of line {condition.line}",
-                line=condition.line,
+                at=condition,
             )
     yield from _skipped_after_an_exception(trace)
 
@@ -127,7 +128,7 @@ def global_batch_grows(trace: Trace) -> Iterator[Found]:
         return
     for loader, event in trained_loaders(trace):
         size = loader.fields.get("batch_size")
-        made = next((made for made in trace.of("loader") if made.result is loader), None)
+        made = making(trace, "loader", loader)
         if size is None or not isinstance(size.only, int) or size.only == 1 or "world" in size.labels:
             continue
         meant = made is not None and _is_meant_for_all(made, size.only)
@@ -138,7 +139,7 @@ def global_batch_grows(trace: Trace) -> Iterator[Found]:
                 "at the same learning rate",
                 evidence=f"batch_size={size.only} at line {loader.line}",
                 confidence="possible",
-                line=loader.line or event.line,
+                at=made,
             )
 
 

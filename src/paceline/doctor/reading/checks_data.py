@@ -8,6 +8,7 @@ from paceline.doctor.reading.evidence import (
     Found,
     differs,
     is_distributed_sampler,
+    making,
     modules_in,
     rule_check,
     samplers_of,
@@ -80,7 +81,7 @@ def no_distributed_sampler(trace: Trace) -> Iterator[Found]:
                 event,
                 "each rank trains on the whole dataset: the loader has no sampler that deals it out",
                 evidence=f"DataLoader made at line {loader.line} with {what}",
-                line=loader.line or event.line,
+                at=making(trace, "loader", loader),
             )
 
 

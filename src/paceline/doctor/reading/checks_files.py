@@ -26,7 +26,8 @@ def _same_path(one: Value, other: Value) -> bool:
 @rule_check("save-on-all-ranks")
 def save_on_all_ranks(trace: Trace) -> Iterator[Found]:
     for event in _saves(trace):
-        guarded = _under_a_lock(event) or (_if_not_there(event) and _locks(trace))
+        in_turn = _locks(trace) or _after_a_barrier_of_some(trace, event)
+        guarded = _under_a_lock(event) or (_if_not_there(event) and in_turn)
         if on_all_ranks(event) and not guarded:
             yield Found(
                 event,
@@ -47,7 +48,8 @@ def save_on_local_rank0(trace: Trace) -> Iterator[Found]:
         deciding = [condition.value for condition in event.under if "rank" in condition.value.labels]
         if _if_not_there(event) or "own-disk" in _path(event).labels:
             continue  # each machine prepares its own copy of the data
-        if deciding and not event.spawned and not any("global_rank" in value.labels for value in deciding):
+        local = any("local_rank" in value.labels for value in deciding)
+        if local and not event.spawned and not any("global_rank" in value.labels for value in deciding):
             yield Found(event, "the local rank decides who saves: on several machines, one of each")
 
 
@@ -73,6 +75,12 @@ def _under_a_lock(event: Event) -> bool:
 def _locks(trace: Trace) -> bool:
     """Whether the script locks files, somewhere."""
     return any(name.startswith(("fcntl.", "filelock.", "portalocker.", "fasteners.")) for name in trace.names)
+
+
+def _after_a_barrier_of_some(trace: Trace, event: Event) -> bool:
+    """Whether some ranks wait before, for one that goes first."""
+    barriers = (e for e in trace.of("collective") if e.name.endswith("barrier"))
+    return any(e.number < event.number and e.on_some_ranks for e in barriers)
 
 
 @rule_check("module-prefix-checkpoint")
@@ -131,6 +139,8 @@ def load_without_map_location(trace: Trace) -> Iterator[Found]:
         return
     states = [option.fields for load in trace.of("load_state") for option in _loaded(load)]
     for event in trace.of("load"):
+        if _was_never_saved(trace, event):
+            continue  # weights from elsewhere: they were saved from a CPU, as a rule
         if event.arguments.keys() & {"map_location", "**"} or len(event.ranks) < RANKS:
             continue
         is_state = any(event.result.fields is fields for fields in states)
@@ -140,6 +150,12 @@ def load_without_map_location(trace: Trace) -> Iterator[Found]:
             severity=None if is_state else "advice",
             confidence="likely" if is_state else "possible",
         )
+
+
+def _was_never_saved(trace: Trace, load: Event) -> bool:
+    """Whether it loads a file of a name that the script, as far as it can be read, never gives to what it saves."""
+    name, saved = _path(load).only, [_path(save).default for save in trace.of("save")]
+    return isinstance(name, str) and bool(saved) and all(isinstance(path, str) and path != name for path in saved)
 
 
 @rule_check("load-without-barrier")
@@ -191,8 +207,8 @@ def download_on_all_ranks(trace: Trace) -> Iterator[Found]:
             continue
         if event.role == "download" and not all(map(_is_usual, event.under)):
             continue
-        guards = [e for e in trace.of("collective") if e.number < event.number and e.name.endswith("barrier")]
-        if any(e.on_some_ranks for e in guards) or (guards and _fetched_before(trace, event)):
+        met = any(e.number < event.number and e.name.endswith("barrier") for e in trace.of("collective"))
+        if _after_a_barrier_of_some(trace, event) or (met and _fetched_before(trace, event)):
             continue
         yield Found(event, "every rank downloads to the same place at once")
 

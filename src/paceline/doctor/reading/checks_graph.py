@@ -106,6 +106,10 @@ def _may_skip(trace: Trace, wrap: Event) -> bool:
 
 
 def _all_known(inner: Value | None) -> bool:
+    """Whether it is known of all that it holds which parameters that has."""
+    held = [part for module in modules_in(inner) if module.kind == "module" for part in module.fields.values()]
+    if any(option.kind == "unknown" and "." in option.name for part in held for option in part.each()):
+        return False  # made by a library
     return all(
         part.kind in ("parameter", "buffer") or part.code is not None or part.name.startswith("torch.nn.")
         for part in modules_in(inner)

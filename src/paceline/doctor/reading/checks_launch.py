@@ -79,8 +79,10 @@ def cuda_device_not_set(trace: Trace) -> Iterator[Found]:
     chosen = {event.name for event in trace.of("environment")}
     if not trace.any("init") or trace.any("set_device") or "CUDA_VISIBLE_DEVICES" in chosen:
         return  # who sets up the ranks elsewhere may set the device there, too
-    for event in trace.of("cuda", "place"):
-        if event.subject.of_kind("module", "ddp") is None or event.in_context("device"):
+    models = [event for event in trace.of("cuda", "place") if event.subject.of_kind("module", "ddp") is not None]
+    by_rank = {(event.path, event.line) for event in models if _says_which(event.argument("device"))}
+    for event in models:
+        if event.in_context("device") or (event.path, event.line) in by_rank:
             continue
         device = event.argument("device")
         gpus = [named for option in _options(device) if (named := _device(option)).is_gpu]
@@ -90,11 +92,18 @@ def cuda_device_not_set(trace: Trace) -> Iterator[Found]:
             return
 
 
+def _says_which(device: Value | None) -> bool:
+    """Whether the device may be another one for each rank."""
+    indices = [_device(option).index for option in _options(device)]
+    return any(index is not None and index.labels for index in indices)
+
+
 @rule_check("nproc-exceeds-devices")
 def nproc_exceeds_devices(trace: Trace) -> Iterator[Found]:
     for event, index in _indices(trace) if trace.distributed else ():
         if {"modulo-devices", "local_rank"} <= index.labels:
-            yield Found(event, "the modulo puts several ranks on one GPU where there are too few")
+            message = "the modulo puts several ranks on one GPU where there are too few"
+            yield Found(event, message, severity="advice", confidence="possible")
             return
 
 

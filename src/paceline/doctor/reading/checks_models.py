@@ -12,6 +12,7 @@ from paceline.doctor.reading.evidence import (
     forwards,
     inner_module,
     is_weights,
+    making,
     may_follow,
     modules_in,
     rule_check,
@@ -66,7 +67,7 @@ def _is_stepped_on(trace: Trace, backward: Event, part: Value) -> bool:
 def _minds(trace: Trace, event: Event, part: Value) -> bool:
     """Whether a step, or a zeroing, may be of an optimizer that holds a part, or of a model that does."""
     for value in (event.subject, *event.arguments.values()):
-        made = next((made for made in trace.of("optimizer") if made.result is value), None)
+        made = making(trace, "optimizer", value)
         params = made.argument("params") if made is not None else None
         owner = params.fields.get("owner") if params is not None else value if value.kind in ("module", "ddp") else None
         if owner is not None:

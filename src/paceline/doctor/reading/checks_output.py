@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.doctor.reading.evidence import Found, on_all_ranks, rule_check
 from paceline.doctor.reading.trace import Event, Trace
@@ -16,7 +18,7 @@ def metric_not_reduced(trace: Trace) -> Iterator[Found]:
     seen: set[int] = set()
     levels = [event.argument("level") for event in trace.of("logging")]
     loud_on_one = any(level is not None and level.varies for level in levels)
-    for event in trace.of("print", "log") if trace.distributed else ():
+    for event in map(_where_it_was_asked, trace.of("print", "log")) if trace.distributed else ():
         batchwise = any("shard" in loop.over.labels or loop.over.of_kind("loader", "enumerate") for loop in event.loops)
         on_one = not event.everywhere or (loud_on_one and event.subject.kind == "logger")
         if batchwise or not on_one or event.line in seen:
@@ -26,7 +28,17 @@ def metric_not_reduced(trace: Trace) -> Iterator[Found]:
             yield Found(event, "what is reported here was measured on one rank's samples only")
 
 
+def _where_it_was_asked(event: Event) -> Event:
+    """Of what a `print` of the script's own prints: the line that called that."""
+    call = event.calls[-1] if event.calls else None
+    if call is None or not isinstance(call.node, ast.Call) or ast.unparse(call.node.func) != "print":
+        return event
+    return replace(event, path=call.path, line=call.node.lineno, node=call.node)
+
+
 def _is_of_one_shard(value: Value) -> bool:
+    if value.kind == "dict" and value.fields:  # each of its values by itself
+        return any(map(_is_of_one_shard, value.fields.values()))
     return (
         {"eval", "shard"} <= value.labels
         and not value.labels & {"graph", "reduced", "partly"}

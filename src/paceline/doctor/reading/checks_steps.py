@@ -197,8 +197,8 @@ def no_sync_forward_outside(trace: Trace) -> Iterator[Found]:
 @rule_check("accumulation-not-normalised")
 def accumulation_not_normalised(trace: Trace) -> Iterator[Found]:
     backwards = list(trace.of("backward"))
-    if trace.any("grad"):
-        return  # gradients are set by hand
+    if trace.any("grad", "comm_hook"):
+        return  # gradients are set by hand, or scaled on their way
     for step in trace.of("step"):
         micro = _micro_batches(step, backwards)
         if micro is not None and all(map(_is_a_mean, micro.backwards)) and _adds_up(trace, step, micro):
@@ -248,7 +248,7 @@ def _goes_through_parts(loop: Loop) -> bool:
 
 @rule_check("loss-scaled-by-world-size")
 def loss_scaled_by_world_size(trace: Trace) -> Iterator[Found]:
-    for event in trace.of("backward") if trace.any("wrap") else ():
+    for event in trace.of("backward") if trace.any("wrap") and not trace.any("comm_hook") else ():
         labels = event.labels
         summed = "times-count" in labels or ("sum" in labels and "mean" not in labels)
         scaled = "divided-by-world" in labels or ("times-world" in labels and not summed)  # sums are to be added up
@@ -328,7 +328,12 @@ def gather_without_grad(trace: Trace) -> Iterator[Found]:
 def redundant_grad_allreduce(trace: Trace) -> Iterator[Found]:
     inner = wrapped(trace)
     called = any(event.subject.of_kind("ddp") is not None for event in trace.of("forward"))
-    if not inner or not called or any(event.in_context("no_sync") for event in trace.of("backward")):
+    if (
+        not inner
+        or not called
+        or trace.any("comm_hook")
+        or any(event.in_context("no_sync") for event in trace.of("backward"))
+    ):
         return
     for event in reduces_gradients(trace):
         tensor = event.argument("tensor")

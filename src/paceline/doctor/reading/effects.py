@@ -12,7 +12,18 @@ from paceline.doctor.reading.flows import carried, detached, joined, labels_of, 
 from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api, speaks_of_ranks
 from paceline.doctor.reading.meaning import TENSORS, Calculation, calculated, computed, content, named
 from paceline.doctor.reading.objects import bound, method_of, submodules
-from paceline.doctor.reading.values import NONE, RANKS, UNKNOWN, VARYING, Known, Value, combined, constant, words
+from paceline.doctor.reading.values import (
+    NONE,
+    ORDERS,
+    RANKS,
+    UNKNOWN,
+    VARYING,
+    Known,
+    Value,
+    combined,
+    constant,
+    words,
+)
 
 __all__ = ["Effects", "numbered", "picks", "seeded"]
 
@@ -161,6 +172,8 @@ class Effects(Builtins):
         self, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], labels: frozenset[str]
     ) -> Value:
         match name:
+            case "torch.distributed.get_rank" if not arguments.get("group", NONE).is_none:
+                return Value("unknown", frozenset({"rank"}))
             case "torch.distributed.get_rank":
                 return Value("scalar", frozenset({"rank", "global_rank"}), known=Known((0, 1)))
             case "torch.distributed.get_world_size":
@@ -207,7 +220,7 @@ class Effects(Builtins):
             length = self._length(name, arguments, positional)
             return Value(
                 known.makes,
-                labels & (VARYING | {"listing", "hash-order", "shuffled"}),
+                labels & (VARYING | ORDERS),
                 name,
                 fields=dict(arguments),
                 length=length,
@@ -315,10 +328,11 @@ class Effects(Builtins):
             return value
         if name in ("item", "tolist"):
             return Value("unknown", labels)
-        if name in ("chunk", "split") and value.length is not None and arguments:
+        if name in ("chunk", "split", "tensor_split") and arguments and (is_tensor or "own-size" in value.labels):
             count = _chunks if name == "chunk" else lambda n, k: -(-n // k)
             parts = combined(count, value.length, arguments[0].known)
-            return Value("list", labels | {"some"}, items=[Value("tensor", labels_of((value,)))], length=parts)
+            piece = Value("tensor", labels - {"own-size"})  # they are of one size, but for what is left over
+            return Value("list", labels | {"some"}, items=[piece], length=parts)
         kind = "tensor" if value.kind in TENSORS else "unknown"
         along = arguments[0].default if arguments else keywords.get("dim", NONE).default
         keeps = name in _ELEMENTWISE or (name in _BY_DIMENSION and isinstance(along, int) and along > 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
@@ -27,6 +27,7 @@ __all__ = [
     "is_distributed_sampler",
     "is_weights",
     "local",
+    "making",
     "may_follow",
     "modules_in",
     "on_all_ranks",
@@ -44,7 +45,8 @@ class Found:
     """What a check has found: an event, and what is wrong with it.
 
     Args:
-        evidence: what says so; ``None``: the event's source. The others are as in `Finding`.
+        evidence: what says so; ``None``: the event's source.
+        at: the place to name, if that is another one. The others are as in `Finding`.
     """
 
     event: Event
@@ -53,15 +55,17 @@ class Found:
     evidence: str | None = None
     severity: Severity | None = None
     confidence: Confidence = "likely"
+    at: Condition | Loop | Event | None = None
     line: int | None = None
     fix: str | None = None
 
     def told(self, rule: str) -> Finding:
         """As a finding of that rule."""
+        place = self.at or self.event
         return Finding(
             id=rule,
-            path=self.event.path,
-            line=self.line or self.event.line,
+            path=place.path,
+            line=self.line or place.line,
             message=self.message,
             evidence=self.event.source if self.evidence is None else self.evidence,
             severity=self.severity,
@@ -178,13 +182,27 @@ def trained_loaders(trace: Trace) -> list[tuple[Value, Event]]:
     """Each loader that is trained on, with the event that starts going through it."""
     backwards = list(trace.of("backward"))
     looped = {id(loader) for event in backwards for loop in event.loops for loader in loaders_in(loop.over)}
+    around = {loop.number for event in backwards for loop in event.loops}
     pairs: list[tuple[Value, Event]] = []
     for event in trace.of("iterate"):
         by_hand = isinstance(event.node, ast.Call)  # `iter(loader)`
         drawn = event.name == "drawn" and event.with_grad  # in a generator that `next()` drives
-        if id(event.subject) in looped or (backwards and (by_hand or drawn)):
+        if id(event.subject) in looped or (backwards and (by_hand or drawn) and _feeds(trace, event, around)):
             pairs.append((event.subject, event))
     return pairs
+
+
+def _feeds(trace: Trace, start: Event, around: Container[int]) -> bool:
+    """Of a loader that is asked for batches one by one: whether the innermost loop in which it is asked goes round a
+    backward as well."""
+    asked = [event.asked or event.loops for event in trace.of("batch", "iterate") if event.subject is start.subject]
+    innermost = max(asked, key=len)
+    return not innermost or innermost[-1].number in around
+
+
+def making(trace: Trace, role: str, value: Value) -> Event | None:
+    """Where a loader or optimizer was made."""
+    return next((event for event in trace.of(role) if event.result is value), None)
 
 
 # --- models

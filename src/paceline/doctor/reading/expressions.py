@@ -12,11 +12,14 @@ from paceline.doctor.reading.arithmetic import Arithmetic
 from paceline.doctor.reading.flows import bounded, labelled, labels_of, tested
 from paceline.doctor.reading.knowledge import LIBRARIES, api, canonical, speaks_of_ranks
 from paceline.doctor.reading.machine import Function, Scope
-from paceline.doctor.reading.values import MAX_ITEMS, NONE, UNKNOWN, VARYING, Known, Value, combined, constant
+from paceline.doctor.reading.values import MAX_ITEMS, NONE, ORDERS, UNKNOWN, VARYING, Known, Value, combined, constant
 
 __all__ = ["Expressions", "count_of", "order_of"]
 
 MAX_DEPTH: Final = 400
+
+MAX_UNROLLED: Final = 16
+"""So many constants are told apart in a comprehension: it is short, unlike a loop."""
 
 
 class Expressions(Arithmetic):
@@ -122,7 +125,7 @@ class Expressions(Arithmetic):
             if isinstance(name, str):
                 fields[name] = value
             else:
-                labels |= labels_of((value,)) | {"open"}
+                labels |= labels_of((value,)) - ORDERS | {"open"}
         return Value("dict", labels, fields=fields)
 
     def _subscript(self, node: ast.Subscript) -> Value:
@@ -215,7 +218,7 @@ class Expressions(Arithmetic):
         self._comprehend(node.generators, entry, through)
         if through.is_whole(len(found)) and all(isinstance(key, str) for key, _ in found):
             return Value("dict", through.order, fields=dict(found))
-        labels = labels_of(value for _, value in found) | through.order | through.sizes | {"open"}
+        labels = labels_of(value for _, value in found) - ORDERS | through.order | through.sizes | {"open"}
         return Value("dict", labels, fields={"*": found[0][1]} if found else {})
 
     def _comprehend(
@@ -243,7 +246,7 @@ class Expressions(Arithmetic):
         loop = self.loop(first.iter, over, count=count_of(over))
         try:
             with self.looping(loop):
-                for element in self.elements(over, loop, first.iter):
+                for element in self.elements(over, loop, first.iter, MAX_UNROLLED):
                     self.assign(first.target, element)
                     through.tests += [self.evaluate(test) for test in first.ifs]
                     self._comprehend(rest, body, through)

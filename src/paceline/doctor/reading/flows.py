@@ -14,6 +14,7 @@ from paceline.doctor.reading.values import (
     FACTORS,
     MAX_ITEMS,
     NATURES,
+    ORDERS,
     RANKS,
     TRUE,
     VARYING,
@@ -54,15 +55,16 @@ def labels_of(values: Iterable[Value], depth: int = 4) -> frozenset[str]:
     found: set[str] = set()
     seen: set[int] = set()
     level = list(values)
+    kept: frozenset[str] = frozenset()
     while level and depth >= 0:
         inner: list[Value] = []
         for value in level:
-            found |= value.labels
+            found |= value.labels - kept
             if (value.kind in ("list", "tuple", "dict") or value.options) and id(value) not in seen:
                 seen.add(id(value))
                 held = value.fields.values() if value.kind == "dict" else ()
                 inner += [*(value.items or ()), *value.options, *held][:64]
-        level, depth = inner, depth - 1
+        level, depth, kept = inner, depth - 1, ORDERS
     return frozenset(found) - _STAYS
 
 
@@ -130,6 +132,8 @@ def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
     made_of = labels_of(options) | (frozenset.intersection(*(option.labels for option in options)) & FACTORS)
     if first.known is not None and all(option.known == first.known for option in options):
         return Value("scalar", made_of, known=first.known)
+    if made_of & VARYING and not any("own-size" in option.labels and option.varies for option in options):
+        made_of -= {"own-size"}  # of the one it is how many there are, of the other which
     all_labels = made_of | extra
     test = {"test": Value(labels=extra)}
     texts = all(isinstance(option.only, str) for option in options)

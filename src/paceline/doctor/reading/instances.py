@@ -12,7 +12,7 @@ from paceline.doctor.reading.knowledge import METHODS, Api, api
 from paceline.doctor.reading.machine import Class
 from paceline.doctor.reading.objects import bound, class_field, method_of
 from paceline.doctor.reading.surroundings import Surroundings
-from paceline.doctor.reading.values import VARYING, Value, words
+from paceline.doctor.reading.values import ORDERS, VARYING, Value, words
 
 __all__ = ["Instances"]
 
@@ -29,7 +29,6 @@ _KIND_OF_BASE: Final = {
 _DICTS: Final = words(
     "builtins.dict collections.OrderedDict collections.UserDict argparse.Namespace types.SimpleNamespace"
 )
-_ORDERS: Final = frozenset({"listing", "hash-order", "shuffled"})
 
 
 class Instances(Surroundings):
@@ -64,7 +63,7 @@ class Instances(Surroundings):
                 made.labels |= carried(given) & {"rank", "partly"}
             else:
                 labels = _held([*given, *own])
-                made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & _ORDERS)
+                made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & ORDERS)
         if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
             mark = len(self.trace.events)
             size = self.call(bound(method, made), [], {}, node)
@@ -149,5 +148,5 @@ def _order_of_samples(made: Value, held: frozenset[str]) -> frozenset[str]:
         for node in ast.walk(method.code.node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     }
-    fields = [made.fields[name] for name in used if name in made.fields]
+    fields = [made.fields[name] for name in used if name in made.fields and "size" not in made.fields[name].labels]
     return labels_of(fields) if fields else held

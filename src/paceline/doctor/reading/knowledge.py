@@ -18,6 +18,7 @@ __all__ = [
     "Api",
     "api",
     "canonical",
+    "is_called_after_ranks",
     "may_agree",
     "speaks_of_ranks",
 ]
@@ -295,6 +296,22 @@ _OF_RANKS = re.compile(
 )
 
 
+def is_called_after_ranks(name: str) -> bool:
+    """Whether a variable is called as those are that tell ranks apart. More strict than `speaks_of_ranks`: scripts call
+    their folders ``root``.
+
+    >>> is_called_after_ranks("local_rank"), is_called_after_ranks("ranking")
+    (True, False)
+    """
+    return _NAMED_AFTER_RANKS.search(name.lower()) is not None
+
+
+_NAMED_AFTER_RANKS = re.compile(
+    r"^_?(my_|node_|local_|global_|world_|process_)?rank$|^_?is_?(main|master|chief|rank_?(0|zero))(_?(process|rank))?$"
+    r"|^_?(main|master)_?(process|rank)$"
+)
+
+
 def may_agree(name: str) -> bool:
     """Whether something unknown, by its name alone, may make its arguments the same on all ranks.
 
@@ -341,6 +358,7 @@ _REWRITTEN = [
         r"torch\.random\.": "torch.",
         r"torch\.nn\.utils\.clip_grad\.": "torch.nn.utils.",
         r"apex\.parallel\.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+        r"torch\.multiprocessing\.spawn\.(?=[a-z_]+$)": "torch.multiprocessing.",
         r"multiprocessing\.(?=Process)": "torch.multiprocessing.",
         r"torch\.torch\.": "torch.",
         r"lightning\.(pytorch\.)?seed_everything": "pytorch_lightning.seed_everything",

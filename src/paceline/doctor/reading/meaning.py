@@ -68,6 +68,8 @@ def _quotient(left: Value, right: Value) -> frozenset[str]:
             labels = _scaled(labels, "divided-by-world", "times-world")
     if "reduced" in right.labels:
         labels |= {"over-global-count"}
+    if "size" in right.labels:
+        labels -= {"own-mean"}  # a mean over so many of them: of samples, of which each has its own mean
     counted = "count" in right.labels and right.varies and "reduced" not in right.labels
     if counted and {"sum", "graph"} <= left.labels:
         labels |= {"own-mean"}

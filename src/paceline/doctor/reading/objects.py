@@ -22,6 +22,16 @@ __all__ = ["Objects", "bound", "loaders_in", "method_of", "submodules"]
 
 _TENSOR_ATTRIBUTES: Final = words("T mT H real imag")
 _SIZES: Final = words("shape ndim dtype device itemsize nbytes requires_grad is_cuda")
+_OF_ALL: Final = frozenset({"own-size", "unique"})
+"""How many elements there are says nothing about one of them."""
+_RANKS_ELSEWHERE: Final = {
+    "SLURM_PROCID": "global_rank",
+    "SLURM_LOCALID": "local_rank",
+    "OMPI_COMM_WORLD_RANK": "global_rank",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
+    "PMI_RANK": "global_rank",
+}
+"""Variables in which other launchers tell a rank."""
 MAX_UNROLLED: Final = 4
 
 
@@ -136,7 +146,7 @@ class Objects(Expressions):
             if (chosen := self._by_rank(value.items, key)) is not None:
                 return chosen
         if value.items:
-            return labelled(joined(value.items), labels_of((Value(labels=value.labels), key)))
+            return labelled(joined(value.items), labels_of((Value(labels=value.labels - _OF_ALL), key)))
         return self._unknown_item(value, key)
 
     def _submodule(self, value: Value, key: Value, node: ast.AST) -> Value:
@@ -154,7 +164,8 @@ class Objects(Expressions):
         """Of a tensor, or of whatever is not known element by element."""
         if "size" in value.labels and "of" in value.fields and key.only == 0:
             return Value("scalar", value.labels, known=value.fields["of"].length)
-        labels = part_labels(value) if isinstance(key.default, str) else labels_of((value,))
+        by_name = isinstance(key.default, str) or value.kind == "dict"
+        labels = part_labels(value) if by_name else labels_of((value,))
         labels |= labels_of((key,))
         if value.kind in ("tensor", "list") and "rank" in key.labels:
             labels |= {"data", "shard"}
@@ -223,8 +234,8 @@ class Objects(Expressions):
                 return Value(
                     "scalar", frozenset({"world", "world-multiple", "environment"}), "world size", Known((str(RANKS),))
                 )
-        if isinstance(name, str) and name.startswith(("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK")):
-            return Value(labels=frozenset({"rank"})) if default is None else default
+        if (which := _RANKS_ELSEWHERE.get(name)) is not None:
+            return Value(labels=frozenset({"rank", which})) if default is None or default.is_none else default
         if isinstance(name, str) and name in LAUNCHED:
             return Value("unknown", name=f"os.environ[{name}]")
         labels = default.labels if default is not None else frozenset()
@@ -236,8 +247,9 @@ class Objects(Expressions):
 
     # --- iteration
 
-    def elements(self, value: Value, loop: Loop, node: ast.AST) -> list[Value]:
-        """What the loop's variable is, in one iteration that stands for all; in each, for a few constants."""
+    def elements(self, value: Value, loop: Loop, node: ast.AST, most: int = MAX_UNROLLED) -> list[Value]:
+        """What the loop's variable is, in one iteration that stands for all; in each, for a few constants, at most so
+        many."""
         if not self.spend():
             return [Value()]
         if value.options:
@@ -254,7 +266,7 @@ class Objects(Expressions):
             case "zip":
                 parts = [self.elements(part, loop, node)[0] for part in value.items or []]
                 return [Value("tuple", items=parts)]
-        if value.items is not None and "some" not in value.labels and 0 < len(value.items) <= MAX_UNROLLED:
+        if value.items is not None and "some" not in value.labels and 0 < len(value.items) <= most:
             whole = value.length is not None and value.length.only == len(value.items)
             if whole and all(
                 item.known is not None or item.kind in ("tuple", "class", "function") for item in value.items
@@ -305,7 +317,8 @@ class Objects(Expressions):
             case "enumerate" | "zip" | "range":
                 return self.elements(value, self.loop(node, value), node)[0]
         if value.items:
-            return labelled(joined(value.items), labels_of((Value(labels=value.labels),)) | order_of(value))
+            own = Value(labels=value.labels - _OF_ALL)
+            return labelled(joined(value.items), labels_of((own,)) | order_of(value))
         if isinstance(value.code, Class) and (method := method_of(value, "__iter__")) is not None:
             made = self.call(bound(method, value), [], {}, node)
             return self.element(made, node) if made is not value else Value(labels=labels_of((value,)))

@@ -80,12 +80,16 @@ class Program:
 
     def search(self, folder: Path, *, first: bool) -> None:
         """Looks for modules there, too."""
-        if not self.main.path.is_absolute() and folder.is_relative_to(self.last):
-            folder = folder.relative_to(self.last)  # findings name files as the user names the script
+        folder = self._shown(folder)
         if folder.name in ("site-packages", "dist-packages"):
             return  # those are libraries: known by name
         if folder not in self.roots and len(self.roots) < MAX_ROOTS:
             self.roots.insert(0 if first else len(self.roots), folder)
+
+    def _shown(self, folder: Path) -> Path:
+        """As the user names the script: relative, if that is."""
+        relative = not self.main.path.is_absolute() and folder.is_relative_to(self.last)
+        return folder.relative_to(self.last) if relative else folder
 
     def find(self, name: str) -> Module | None:
         """The local file of a dotted name; ``None`` if there is none, or if it cannot be read."""
@@ -96,8 +100,8 @@ class Program:
         roots = [*self.roots]
         if name.split(".")[0] not in LIBRARIES and self.last in self.main.path.absolute().parents:
             roots.append(self.last)  # `python -m package.train` looks in the working directory
-        for root in roots:
-            if (module := self._at(root.joinpath(*name.split(".")), name)) is not None:
+        for root in dict.fromkeys(root.absolute() for root in roots):
+            if (module := self._at(self._shown(root).joinpath(*name.split(".")), name)) is not None:
                 self.modules[name] = module
                 return module
         return None
@@ -109,7 +113,8 @@ class Program:
                 try:
                     return Module(name, path, parsed(path), is_package, package=parts if is_package else parts[:-1])
                 except ValueError as error:
-                    self.notes.append(f"{error}; what it defines is unknown")
+                    if (note := f"{error}; what it defines is unknown") not in self.notes:
+                        self.notes.append(note)
                     return None
         if base.is_dir() and any(base.glob("*.py")):  # a package without __init__.py
             return Module(name, base, ast.Module([], []), is_package=True, package=parts)

@@ -13,6 +13,7 @@ from paceline.doctor.reading.expressions import count_of
 from paceline.doctor.reading.flows import tested
 from paceline.doctor.reading.machine import Class, Flow, Started
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
+from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import NONE, Value, combined, constant
 
@@ -21,11 +22,23 @@ __all__ = ["Reader"]
 MAX_BLOCKS: Final = 120
 """How deeply statements nest, all functions together."""
 
+_PLAIN: Final = ("scalar", "unknown", "tensor")
+
+_Changes = dict[str, tuple[str, frozenset[str]]]
+"""By name, the kind and the labels that it has in any round of a loop."""
+
 
 class Reader(Definitions):
     """Walks a script from its top, as if it ran on several ranks."""
 
-    _blocks = 0
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self._blocks = 0
+        self._within_try = 0
+        self._again = 0
+        """How many of the loops around are gone round for the second time."""
+        self._changes: dict[tuple[int, ...], _Changes] = {}
+        """By place, with the calls that lead there, what a loop changes."""
 
     def walk(self) -> None:
         """The whole script."""
@@ -56,8 +69,6 @@ class Reader(Definitions):
         self.evaluate(node.value)
         ended = any(event.role == "exit" and event.node is node.value for event in self.trace.events[mark:])
         return "exit" if ended and not self._within_try else None
-
-    _within_try = 0
 
     def _do_assert(self, node: ast.Assert) -> None:
         self.evaluate(node.test)
@@ -143,9 +154,12 @@ class Reader(Definitions):
             flow: Flow = None
             if (lazy := _lazy(over)) is not None:
                 return self._driven(lazy, over, node)
-            for element in self.elements(over, loop, node):
+            elements = self.elements(over, loop, node)
+            for element in elements:
                 self.assign(node.target, element)
                 flow = self.execute(node.body)
+                if len(elements) > 1:
+                    self._changes.clear()  # what loops in it change may be another thing with the next one
                 if flow in ("break", "return", "exit", "raise"):
                     break
             return flow
@@ -199,18 +213,37 @@ class Reader(Definitions):
         return flow
 
     def _around(self, loop: Loop, once: Callable[[], Flow]) -> Flow:
-        """Goes round once, and once more if that changed what the first time started from: only this is kept."""
+        """Goes round once, and once more if that changed what the first time started from: only this is kept.
+
+        A loop within another one would be gone round four times so, and the innermost of five thirty-two times. But
+        when the outer one goes round again, it is known what this one changes: it starts from that, and once is enough.
+        """
+        place = (id(loop.node), *(id(frame.call.node) for frame in self.frames if frame.call is not None))
+        if self._again and (changes := self._changes.get(place)) is not None:
+            self._forget(changes)
+            with self.looping(loop):
+                flow = once()
+        else:
+            flow = self._around_anew(loop, once, place)
+        return flow if flow in ("return", "exit") and not loop.is_while and loop.count is None else None
+
+    def _around_anew(self, loop: Loop, once: Callable[[], Flow], place: tuple[int, ...]) -> Flow:
         mark, first = self.mark, len(self.trace.events)
         before = dict(self.frame.scope.names)
         with self.looping(loop):
             flow = once()
-        changed = self._names_changed(before) or self._fields_changed(mark)
-        if changed and flow is None:
-            del self.trace.events[first:]
-            self._forget(before, loop)
+        if flow is not None or not (self._names_changed(before) or self._fields_changed(mark)):
+            self._changes[place] = {}
+            return flow
+        del self.trace.events[first:]
+        changes = self._changes[place] = self._changed_names(before)
+        self._forget(changes)
+        self._again += 1
+        try:
             with self.looping(loop):
-                flow = once()
-        return flow if flow in ("return", "exit") and not loop.is_while and loop.count is None else None
+                return once()
+        finally:
+            self._again -= 1
 
     def _names_changed(self, before: dict[str, Value]) -> bool:
         return any(
@@ -230,17 +263,25 @@ class Reader(Definitions):
             for holder, key, old in self._journal[mark:]
         )
 
-    def _forget(self, before: dict[str, Value], loop: Loop) -> None:
-        """Before the second time round: what changes in the loop is not what it was at first."""
-        names = self.frame.scope.names
+    def _changed_names(self, before: dict[str, Value]) -> _Changes:
+        """What is not after a round what it was before: of which kind it is in any round, and what went into it."""
+        changes: _Changes = {}
         for name, old in before.items():
-            new = names.get(name)
+            new = self.frame.scope.names.get(name)
             if new is None or new is old:
                 continue
-            if new.kind in ("scalar", "unknown", "tensor") and old.kind in ("scalar", "unknown", "tensor"):
-                changes = old.known != new.known
-                labels = old.labels | new.labels | ({"counter"} if changes else set())
-                self.write(names, name, Value("unknown" if changes else new.kind, labels))
+            if new.kind in _PLAIN and old.kind in _PLAIN:
+                counts = old.known != new.known
+                labels = old.labels | new.labels | ({"counter"} if counts else set())
+                changes[name] = ("unknown" if counts else new.kind, labels)
+        return changes
+
+    def _forget(self, changes: _Changes) -> None:
+        """Before a round that stands for any: what changes in the loop is not what it was at first."""
+        names = self.frame.scope.names
+        for name, (kind, labels) in changes.items():
+            if (old := names.get(name)) is not None and old.kind in _PLAIN:
+                self.write(names, name, Value(kind, old.labels | labels))
 
     # --- contexts
 

@@ -117,6 +117,7 @@ class Event:
         calls: of the functions that are running, outermost first.
         labels: what went into the subject by then.
         spawned: in a process that the script itself started.
+        asked: of what a generator of the script's does: the loops around the `next()` that asked it to.
         result: what it gave.
     """
 
@@ -136,6 +137,7 @@ class Event:
     node: ast.AST
     labels: frozenset[str]
     result: Value = field(default_factory=Value)
+    asked: tuple[Loop, ...] = ()
 
     @property
     def source(self) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_ITEMS",
     "NATURES",
     "NONE",
+    "ORDERS",
     "RANKS",
     "STEPS",
     "TRUE",
@@ -72,15 +73,18 @@ NATURES: Final[dict[str, dict[str, str]]] = {
         "size": "a length or shape",
         "own-size": "a selection whose length depends on the values",
         "unique": "`unique`: the same",
-        "listing": "the order in which a file system lists",
-        "hash-order": "the order of a set",
-        "shuffled": "a shuffle",
         "drawn-apart": "a split that each rank draws for itself",
         "worker": "the number of a loader's worker",
         "worker-seed": "the seed that torch gives a loader's worker",
         "exception": "whether something was raised",
         "exists": "whether there is such a file",
         "own-disk": "a folder that each machine has for itself",
+    },
+    # In which order its elements come. Goes over as origin does, but not from an element to what holds it.
+    "order": {
+        "listing": "the order in which a file system lists",
+        "hash-order": "the order of a set",
+        "shuffled": "a shuffle",
     },
     # A backward through it reaches something. Goes over as origin does, until it is detached: a truth, a text or a
     # number of Python has none. So do ``forward:N`` and ``part:N``.
@@ -123,6 +127,8 @@ VARYING: Final = frozenset(NATURES["varies"])
 """Labels of what is not the same on all ranks."""
 
 FACTORS: Final = frozenset(NATURES["factor"])
+
+ORDERS: Final = frozenset(NATURES["order"])
 
 
 def words(text: str) -> frozenset[str]:
