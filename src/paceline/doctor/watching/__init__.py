@@ -54,14 +54,19 @@ def watch(
     if gpus == "mapped" and wants_gpus(run) and time.monotonic() < deadline_s:
         run = _run(script, arguments, limits, deadline_s, "pretended", tell)
     verdict = judge(run)
-    mapped = ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)
+    notes, cannot = verdict.notes, verdict.cannot
+    if any(run.all("device")):
+        notes = ("the script asks for GPUs: the run pass did on the CPU what it asks of them", *notes)
+        if cannot is not None and run.stopped in ("failed", "ended"):
+            excused = f"{cannot} (where the CPU stood in for a GPU, which cannot be done for all that a GPU does)"
+            notes, cannot = tuple(excused if note == cannot else note for note in notes), excused
     return Watched(
         findings=tuple(_named(finding, script) for finding in verdict.findings),
         obeyed=tuple(
             replace(obeyed, path=shown(obeyed.path, script)) if obeyed.path else obeyed for obeyed in verdict.obeyed
         ),
-        notes=(*(mapped if any(run.all("device")) else ()), *(named(note, script) for note in verdict.notes)),
-        cannot=named(verdict.cannot, script) if verdict.cannot is not None else None,
+        notes=tuple(named(note, script) for note in notes),
+        cannot=named(cannot, script) if cannot is not None else None,
         printed=tuple(account.tail for account in run.accounts),
     )
 

@@ -88,7 +88,8 @@ class _Following:
         living = [rank for rank in self._ranks if rank.account.ended_s is None]
         if not living:
             return "ended"
-        if any(account.told["spawn"] for account in accounts):
+        replaced = any(rank.silent and rank.account.told["exec"] for rank in living)
+        if replaced or any(account.told["spawn"] for account in accounts):
             return "spawned"
         now_s = time.monotonic()
         if self._enough_s is None and min(account.told["step"] for account in accounts) > self._steps:

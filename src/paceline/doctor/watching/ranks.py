@@ -45,6 +45,7 @@ class Rank:
 
     Attributes:
         output: descriptor from which to read what it prints.
+        silent: its end of the link is closed, as happens when it ends, or another program takes its place.
         stacks: the file into which it writes its stacks when asked.
     """
 
@@ -59,7 +60,7 @@ class Rank:
         self.stacks = stacks
         self.output = popen.stdout.fileno()
         self._popen, self._tail, self._moved = popen, b"", moved
-        self._asked = False
+        self._asked = self.silent = False
         os.set_blocking(self.output, False)
 
     def hear(self, most: int = _MESSAGES) -> bool:
@@ -71,8 +72,9 @@ class Rank:
             except BlockingIOError:
                 return True
             except ConnectionResetError:
-                return False
+                message = b""
             if not message:
+                self.silent = True
                 return False
             if not self._asked:
                 self.account.take(message)

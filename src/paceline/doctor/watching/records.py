@@ -10,7 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # ranks know these records, and do without the reader
+    from paceline.doctor.reading.circumstances import Circumstances
 
 __all__ = [
     "BOUND_BYTES",
@@ -40,7 +43,7 @@ KINDS: dict[str, str] = {
     "env": "a launcher's variable was set: key, before, after",
     "asks": "what the machine has was asked for: what, value",
     "threads": "torch.set_num_threads: count",
-    "exec": "another program takes the place of this one, and tells nothing: program",
+    "exec": "another program is to take the place of this one: program",
     "spawn": "processes are started by torch.multiprocessing: count",
     "device": "a GPU is named: index (None: the current one), how",
     # data
@@ -271,10 +274,12 @@ class Run:
     Args:
         stopped: what ended it: all ranks came to their end; one failed; they had taken enough steps; they started ranks
             of their own; nothing moved any more; or time was up.
+        circumstances: what reading has understood of the script's lines; ``None``: it was not read.
     """
 
     accounts: list[Account]
     stopped: Stopped = "ended"
+    circumstances: Circumstances | None = None
 
     @property
     def world(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.doctor import torch_names
-from paceline.doctor.watching.probe.guarding import Guard
+from paceline.doctor.watching.probe.guarding import Guard, here
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import Place
@@ -26,12 +27,14 @@ _LINES = 40
 """So many lines from one place are told."""
 _FILES = 2000
 _WRITING = os.O_WRONLY | os.O_RDWR
+_SCREEN = 1
+"""The descriptor that ends on the user's screen, unless the script puts a file in its place."""
 
 
 def events(recorder: Recorder) -> Mapping[str, Callable[..., None]]:
     """By audit event what tells of files that are written, of those read that were written since this process began,
-    and of downloads."""
-    began_s, told = time.time() - 1.0, Counter[str]()
+    of downloads, and of another program that takes the place of this one."""
+    began_s, this, told = time.time() - 1.0, os.getpid(), Counter[str]()
 
     def opened(path: Any, _: object, flags: int) -> None:
         if not isinstance(path, str | bytes | os.PathLike) or told["open"] > _FILES:
@@ -42,7 +45,7 @@ def events(recorder: Recorder) -> Mapping[str, Callable[..., None]]:
         if flags & _WRITING:
             told["open"] += 1
             mode = _mode(flags)
-            own = recorder.called_by_user() or Path(name).is_relative_to(Path.cwd())
+            own = recorder.called_by_user() or Path(name).is_relative_to(here())
             recorder.tell("open", path=recorder.original(name), mode=mode, own=own)
         else:
             with contextlib.suppress(OSError):
@@ -56,7 +59,17 @@ def events(recorder: Recorder) -> Mapping[str, Callable[..., None]]:
     def locked(descriptor: int, *_: object) -> None:
         recorder.tell("lock", path=recorder.original(str(Path(f"/proc/self/fd/{descriptor}").readlink())))
 
-    return {"open": opened, "urllib.Request": requested, "fcntl.flock": locked, "fcntl.lockf": locked}
+    def replaced(program: Any, *_: object) -> None:
+        if os.getpid() == this:
+            recorder.tell("exec", program=os.fsdecode(program))
+
+    return {
+        "open": opened,
+        "urllib.Request": requested,
+        "fcntl.flock": locked,
+        "fcntl.lockf": locked,
+        "os.exec": replaced,
+    }
 
 
 def _mode(flags: int) -> str:
@@ -131,7 +144,7 @@ def _path(call: Call, name: str) -> str | None:
 
 
 def _absolute(path: str | bytes | os.PathLike[Any]) -> str:
-    return os.path.normpath(Path.cwd() / os.fsdecode(path))
+    return os.path.normpath(here() / os.fsdecode(path))
 
 
 def _prefixed(value: Any, depth: int = 3) -> bool:
@@ -158,7 +171,7 @@ def _line_printed(call: Call) -> Generator[None, Any, None]:
 def _is_shown(stream: Any) -> bool:
     """Whether what is written there ends on the screen, and not in a file or nowhere."""
     try:
-        return bool(stream.fileno() == 1)
+        return bool(stream.fileno() == _SCREEN) and not stat.S_ISREG(os.fstat(_SCREEN).st_mode)
     except (AttributeError, OSError, ValueError):  # no stream of the system, or closed
         return False
 

@@ -8,6 +8,7 @@ Whether there are any is answered with no, as before, unless the script does not
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,8 +36,8 @@ def put_on_cpu(recorder: Recorder, *, local_rank: int, ranks: int, pretending: b
                 return args[0]
             if func is torch.Tensor.pin_memory:
                 return args[0]
-            if func is torch.Tensor.record_stream:
-                return None
+            if pretending and getattr(func, "__self__", None) is torch.Tensor.is_cuda and recorder.called_by_user():
+                return True
             to = func is torch.Tensor.to
             moved = tuple(_moved(arg, devices.tell, named=to, numbered=to and i == 1) for i, arg in enumerate(args))
             if "device" in kwargs:
@@ -49,6 +50,7 @@ def put_on_cpu(recorder: Recorder, *, local_rank: int, ranks: int, pretending: b
             if hasattr(module, name) and (pretending or name not in _WHETHER_THERE):
                 to_all = module is torch.cuda
                 setattr(module, name, answer if to_all else _to_users(recorder, getattr(module, name), answer))
+    cast(Any, torch.Tensor).record_stream = _constant(None)  # a stream of ours is refused before it comes to the mode
     norm, ddp = cast(Any, torch.nn.SyncBatchNorm), cast(Any, torch.nn.parallel.DistributedDataParallel)
     # Both refuse the CPU, and shall where the script uses it by itself. The same without the others' samples:
     norm.forward = devices.if_used(torch.nn.BatchNorm1d.forward, else_call=norm.forward)
@@ -113,6 +115,10 @@ def _moved(value: Any, tell: Callable[[Any], None], *, named: bool, numbered: bo
 _WHETHER_THERE = frozenset({"is_available", "device_count", "current_accelerator"})
 
 
+_NO_STATE = torch.zeros(16, dtype=torch.uint8)
+"""Of the generator of a GPU, by which nothing is drawn: as long as a real one."""
+
+
 def _answers(devices: _Devices, ranks: int) -> dict[Any, dict[str, Callable[..., Any]]]:
     """What stands in for functions of ``torch.cuda`` and ``torch.accelerator``."""
     properties = SimpleNamespace(name="CPU", total_memory=16 << 30, major=8, minor=0, multi_processor_count=1)
@@ -135,7 +141,13 @@ def _answers(devices: _Devices, ranks: int) -> dict[Any, dict[str, Callable[...,
         "mem_get_info": _constant((8 << 30, 16 << 30)),
         "memory_summary": _constant(""),
         "utilization": _constant(0),
-        **dict.fromkeys(("reset_peak_memory_stats", "ipc_collect"), _constant(None)),
+        "memory_stats": _constant(Counter[str]()),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "ipc_collect"), _constant(None)),
+        "set_per_process_memory_fraction": _constant(None),
+        "get_rng_state": lambda *_: _NO_STATE.clone(),
+        "get_rng_state_all": lambda: [_NO_STATE.clone() for _ in range(ranks)],
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), _constant(None)),
+        **{name: getattr(torch, name) for name in dir(torch.cuda) if name.endswith("Tensor")},
         "Event": _Event,
         **dict.fromkeys(("Stream", "default_stream"), _Stream),
         "stream": contextlib.nullcontext,
@@ -146,7 +158,11 @@ def _answers(devices: _Devices, ranks: int) -> dict[Any, dict[str, Callable[...,
         "device_index": devices.chosen,
         "current_accelerator": _constant(torch.device("cuda")),
     }
-    return {torch.cuda: cuda, torch.accelerator: accelerator}
+    marks: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _constant(None)),
+        "range": contextlib.nullcontext,
+    }
+    return {torch.cuda: cuda, torch.accelerator: accelerator, torch.cuda.nvtx: marks}
 
 
 def _to_users(recorder: Recorder, function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:

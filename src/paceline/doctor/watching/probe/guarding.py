@@ -20,7 +20,7 @@ from typing import Any
 from paceline.doctor.watching.probe.landlock import confine
 from paceline.doctor.watching.probe.recorder import Recorder, RefusedError
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "here"]
 
 _SAYS = "paceline doctor lets a script write into its scratch folder only (--in-place: anywhere)"
 _SHARED = Path("/dev/shm")
@@ -183,7 +183,15 @@ def _copy(original: Path, copy: Path, *, keep: bool) -> None:
 def _absolute(path: _Name, at: int = -1) -> Path:
     """A path that may be relative to an open folder."""
     assert not isinstance(path, int)
-    return (Path(f"/proc/self/fd/{at}").readlink() if at >= 0 else Path.cwd()) / os.fsdecode(path)
+    return (Path(f"/proc/self/fd/{at}").readlink() if at >= 0 else here()) / os.fsdecode(path)
+
+
+def here() -> Path:
+    """The working directory; where it was removed, a path at which there is nothing."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/proc/self/cwd/removed")
 
 
 def _is_there(path: Path) -> bool:
