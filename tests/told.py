@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.doctor.causes import unexplained
 from paceline.doctor.findings import Finding
+from paceline.doctor.reading import read
 from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run, Stopped
 
@@ -20,7 +21,7 @@ class Told:
     """Records of one rank, in order."""
 
     def __init__(self, rank: int, path: Path) -> None:
-        self.account, self._path = Account(rank=rank), path
+        self.account, self.path = Account(rank=rank), path
 
     def tell(self, kind: str, line: int = 1, *, over: bool = True, syncs: int = 0, **facts: Any) -> Told:
         assert kind in KINDS
@@ -31,7 +32,7 @@ class Told:
                 rank=self.account.rank,
                 number=number,
                 at_s=float(number),
-                places=(Place(str(self._path), line),),
+                places=(Place(str(self.path), line),),
                 syncs=syncs,
                 facts=facts,
                 ended_s=number + 0.5 if over else None,
@@ -54,7 +55,10 @@ def two(path: Path) -> tuple[Told, Told]:
 
 
 def run_of(*told: Told, stopped: Stopped = "hang") -> Run:
-    return Run(accounts=[one.account for one in told], stopped=stopped)
+    """Of their script, which is read too if it is there."""
+    paths = {one.path for one in told if one.path.is_file()}
+    known = [read(path).circumstances for path in paths]
+    return Run(accounts=[one.account for one in told], stopped=stopped, circumstances=next(iter(known), None))
 
 
 def seen(*told: Told, stopped: Stopped = "hang") -> list[Finding]:
@@ -135,7 +139,8 @@ class Ranks:
         return self
 
     def found(self, check: Check) -> list[Finding]:
-        return list(check(Run(accounts=self.accounts, stopped="ended")))
+        known = read(self.path).circumstances
+        return list(check(Run(accounts=self.accounts, stopped="ended", circumstances=known)))
 
 
 def rules(found: Sequence[Finding]) -> list[str]:

@@ -225,6 +225,17 @@ def test_a_comment_anywhere_in_a_statement_silences_it(source: Path, number: int
     assert kept == {3, 7, 11} - silenced
 
 
+@pytest.mark.parametrize("line", [3, 7, 11])
+def test_a_comment_at_any_line_of_a_mistake_silences_it(source: Path, line: int) -> None:
+    """Else what is silenced where it was watched would come back where it was read."""
+    lines = SOURCE.splitlines()
+    lines[line - 1] += "  # paceline: ignore[gather-without-grad]"
+    source.write_text("\n".join(lines))
+    read, watched = of("gather-without-grad", line=11), of("gather-without-grad", "run", 3, also=(("train.py", 7),))
+    assert told(read, watched) == []
+    assert told(read, watched, of("gather-without-grad", "run", 12)) != []
+
+
 @pytest.mark.parametrize(
     ("comment", "says"),
     [

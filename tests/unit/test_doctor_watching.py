@@ -20,7 +20,7 @@ from paceline.doctor.watching.probe.hooking import Call, Hooked, install
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import BOUND_BYTES, Account, Place, Run, pack
 from paceline.doctor.watching.scratch import Scratch
-from paceline.doctor.watching.sources import conditions, is_of_rank, loops_around, names_gpus
+from paceline.doctor.watching.sources import conditions, loops_around, names_gpus
 from told import Told, ids, run_of, seen, two
 
 SCRIPT = """
@@ -257,7 +257,18 @@ def test_who_fell_silent_is_the_culprit_not_who_lost_the_connection(script: Path
     zero.account.code, zero.account.ended_s = 1, 5.0
     one.account.code, one.account.ended_s = -9, 6.0
     run = Run(accounts=[zero.account, one.account], stopped="ended")
-    assert judge(run).notes == ("rank 1 failed first: killed by signal 9",)
+    (note,) = judge(run).notes
+    assert note.startswith("rank 1 failed first: killed by signal 9 (SIGKILL), as the kernel does when memory runs out")
+
+
+def test_who_lost_a_connection_has_not_failed_alike(script: Path) -> None:
+    zero, one = two(script)
+    one.tell("error", 15, type="RuntimeError", text="DataLoader worker (pid 7) is killed by signal: Killed")
+    zero.tell("error", 15, type="RuntimeError", text="Connection closed by peer [127.0.0.1]:1")
+    one.account.code, one.account.ended_s = 1, 5.0
+    zero.account.code, zero.account.ended_s = 1, 6.0
+    (note,) = judge(Run(accounts=[zero.account, one.account], stopped="ended")).notes
+    assert note.startswith("rank 1 failed first at ") and "DataLoader worker" in note
 
 
 def test_every_check_names_a_rule() -> None:
@@ -275,10 +286,10 @@ def test_every_check_names_a_rule() -> None:
 
 
 def test_conditions_and_loops_around_a_line(script: Path) -> None:
-    inside = Place(str(script), 7)
-    assert [text for _, text in conditions([inside])] == ["chief"]
-    assert is_of_rank("chief", str(script))
-    assert not is_of_rank("loss > 1", str(script))
+    inside, behind = Place(str(script), 7), Place(str(script), 13)
+    run = run_of(*two(script))
+    assert [(asked.line, asked.text, asked.of_rank) for asked in conditions(run, [inside])] == [(6, "chief", True)]
+    assert [(asked.line, asked.text, asked.of_rank) for asked in conditions(run, [behind])] == [(12, "loss > 1", False)]
     (loop,) = loops_around([inside])
     assert (loop.line, loop.exits, loop.skips) == (4, ((9, "worse > 3"),), ((11, "not fine"),))
     assert loops_around([Place(str(script), 15)]) == []

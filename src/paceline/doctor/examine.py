@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.doctor.causes import unexplained
-from paceline.doctor.findings import Finding, Obeyed, merged
+from paceline.doctor.findings import Finding, Obeyed, merged, twins
 from paceline.doctor.lines import comments, statement_at
 from paceline.doctor.reading import read
 from paceline.doctor.rules import RULES, rule
@@ -111,15 +111,25 @@ def settled(
     then what follows from the rest; and each mistake is told once.
     """
     wanted = (set(select) or set(RULES)) - set(ignore)
-    asked = [finding for finding in findings if finding.id in wanted and not _silenced(finding)]
+    asked = _audible([finding for finding in findings if finding.id in wanted])
     held = [f for f in asked if f.seen == "run" or not any(rule.holds_for(f) for rule in obeyed)]
     return merged(unexplained(held))
 
 
+def _audible(findings: Sequence[Finding]) -> list[Finding]:
+    """Without the mistakes that a comment says are meant, at whichever of the lines at which they may be told."""
+    quiet = [finding for finding in findings if _silenced(finding)]
+    quiet += [one for both in twins(findings) for one in both if any(finding in quiet for finding in both)]
+    return [finding for finding in findings if finding not in quiet]
+
+
 def _silenced(finding: Finding) -> bool:
     """Whether a comment in its statement, on whichever line, says that it is meant."""
-    lines = statement_at(finding.path, finding.line)
-    return any(line in lines and finding.id in names for line, names in comments(finding.path))
+    return any(
+        line in statement_at(path, own) and finding.id in names
+        for path, own in ((finding.path, finding.line), *finding.also)
+        for line, names in comments(path)
+    )
 
 
 def _mistaken(files: Iterable[str]) -> Iterator[str]:

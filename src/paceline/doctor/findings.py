@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -13,7 +13,7 @@ from paceline.doctor.rules import RULES, Severity
 if TYPE_CHECKING:
     from paceline.doctor.watching.comparison import Comparison
 
-__all__ = ["Confidence", "Finding", "Obeyed", "as_json", "as_text", "merged"]
+__all__ = ["Confidence", "Finding", "Obeyed", "as_json", "as_text", "merged", "twins"]
 
 Confidence = Literal["certain", "likely", "possible"]
 """``certain``: seen in this run, or true of the source however it is run; ``likely``: unless the source does something
@@ -97,7 +97,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
     What was read is left out where the same was watched, in the same statement or one of those `also` named: that has
     numbers. How bad it is the worse of both says, so that a run only ever adds to what was read, unless it has refuted
-    it. What was read and watched at two lines is one mistake if there is no other of its rule (`_joined`).
+    it. What was read and watched at two lines is one mistake if there is no other of its rule (`twins`).
     """
     kept: dict[_Place, Finding] = {}
     same: dict[_Place, _Place] = {}
@@ -111,16 +111,23 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(kept.values(), key=lambda f: (_BY_WEIGHT.index(f.level), f.path, f.line, f.id))
 
 
-def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """With one finding for each two of a rule of which one was read and one was watched, and no other in that file. Of
-    several nobody can say which are the same; and where one line stands in for another, any file will do."""
+def twins(findings: Iterable[Finding]) -> Iterator[tuple[Finding, Finding]]:
+    """What was read and what was watched of one mistake, at two lines: the two of its rule, and no other in that file.
+    Of several nobody can say which are the same; and where one line stands in for another, any file will do."""
     told = list(findings)
     for watched in [finding for finding in told if finding.seen == "run"]:
         alike = [f for f in told if f.id == watched.id and (watched.stands_in or f.path == watched.path)]
         read = [finding for finding in alike if finding.seen == "source"]
         if len(alike) == 2 and len(read) == 1 and _place(read[0]) not in _places(watched):
-            told = [finding for finding in told if finding not in alike]
-            told.append(_as_one(read[0], watched))
+            yield read[0], watched
+
+
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """With one finding for each two that are twins."""
+    told = list(findings)
+    for read, watched in twins(told):
+        told = [finding for finding in told if finding not in (read, watched)]
+        told.append(_as_one(read, watched))
     return told
 
 

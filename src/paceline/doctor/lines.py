@@ -9,11 +9,28 @@ import re
 import tokenize
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["comments", "named", "parsed", "shown", "statement_at", "text_at", "text_of"]
+__all__ = ["Asked", "comments", "named", "parsed", "shown", "statement_at", "text_at", "text_of"]
 
 _IGNORE = re.compile(r"#\s*paceline:\s*ignore\b(?:\[([^\]]*)\])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A condition that holds where a line is reached.
+
+    Args:
+        line: from 1, where it is asked.
+        text: what holds, as the script says it; ``not (...)`` on the other arm.
+        of_rank: whether the answer depends on which rank it is, and not on what the rank sees.
+    """
+
+    path: str
+    line: int
+    text: str
+    of_rank: bool
 
 
 def shown(path: str, script: Path) -> str:

@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.reading.checks import judged
+from paceline.doctor.reading.circumstances import Circumstances, circumstances
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.statements import Reader
 from paceline.errors import UsageError
@@ -42,11 +43,13 @@ class Read:
     Args:
         notes: what could not be read, and why.
         looked: whether the script itself could be read.
+        circumstances: under which conditions the script comes to its lines.
     """
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     looked: bool
+    circumstances: Circumstances = field(default_factory=Circumstances)
 
 
 def read(script: Path) -> Read:
@@ -76,8 +79,9 @@ def read(script: Path) -> Read:
         reader.trace.until_s = time.monotonic() + ASKING_S
         findings, unjudged = judged(reader.trace)
         notes += unjudged
+        around = circumstances(reader.trace)
     once = {(finding.id, finding.path, finding.line): finding for finding in reversed(findings)}
-    return Read(findings=tuple(reversed(once.values())), notes=tuple(notes), looked=True)
+    return Read(findings=tuple(reversed(once.values())), notes=tuple(notes), looked=True, circumstances=around)
 
 
 @contextmanager

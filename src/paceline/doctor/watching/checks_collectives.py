@@ -9,10 +9,11 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.lines import Asked
 from paceline.doctor.watching.checks_data import passes
 from paceline.doctor.watching.evidence import at, count, found
 from paceline.doctor.watching.records import Account, Place, Record, Run
-from paceline.doctor.watching.sources import conditions, is_of_rank, line_of, loops_around
+from paceline.doctor.watching.sources import conditions, line_of, loops_around
 
 __all__ = ["CHECKS", "Parting", "meetings", "parting"]
 
@@ -89,7 +90,8 @@ def _mistaken(run: Run, ways: Parting) -> Parting | None:
     under a condition of its own, and so is the reason why they are one apart ever since."""
     sides = zip(meetings(ways.one, run.world), meetings(ways.other, run.world), strict=False)
     for number, (mine, others) in enumerate(islice(sides, ways.number)):
-        if mine.place != others.place and bool(_own_conditions(mine, others)) != bool(_own_conditions(others, mine)):
+        alone = [bool(_own_conditions(run, one, other)) for one, other in ((mine, others), (others, mine))]
+        if mine.place != others.place and alone[0] != alone[1]:
             return Parting(one=ways.one, other=ways.other, mine=mine, others=others, number=number)
     return None
 
@@ -121,8 +123,8 @@ def meetings_missed(run: Run) -> Iterator[Finding]:
         return
     ways = _mistaken(run, ways) or ways
     mine, others = ways.mine, ways.others
-    my_conditions = _own_conditions(mine, others)
-    their_conditions = _own_conditions(others, mine) if others is not None else []
+    my_conditions = _own_conditions(run, mine, others)
+    their_conditions = _own_conditions(run, others, mine) if others is not None else []
     if my_conditions and their_conditions:
         yield from _order(ways)
     elif my_conditions:
@@ -133,12 +135,10 @@ def meetings_missed(run: Run) -> Iterator[Finding]:
         yield from _left(run, ways) or _order(ways)
 
 
-def _own_conditions(record: Record | None, other: Record | None) -> list[tuple[Place, str]]:
+def _own_conditions(run: Run, record: Record, other: Record | None) -> list[Asked]:
     """The conditions that one stands under and the other does not."""
-    if record is None:
-        return []
-    shared = {text for _, text in conditions(other.places)} if other is not None else set()
-    return [(place, text) for place, text in conditions(record.places) if text not in shared]
+    shared = {asked.text for asked in conditions(run, other.places)} if other is not None else set()
+    return [asked for asked in conditions(run, record.places) if asked.text not in shared]
 
 
 def _stands(account: Account, record: Record | None) -> str:
@@ -150,29 +150,29 @@ def _stands(account: Account, record: Record | None) -> str:
 
 
 def _conditional(
-    there: Account, mine: Record, elsewhere: Account, others: Record | None, under: list[tuple[Place, str]]
+    there: Account, mine: Record, elsewhere: Account, others: Record | None, under: Sequence[Asked]
 ) -> Iterator[Finding]:
-    of_rank = [(place, text) for place, text in under if is_of_rank(text, place.path)]
+    of_rank = [asked for asked in under if asked.of_rank]
     evidence = f"{_stands(there, mine)}; {_stands(elsewhere, others)}"
     if mine.kind in ("forward", "backward", "wrap") and of_rank:
         yield from found(
             "rank-conditional-ddp-forward",
             mine.place,
-            f"only some ranks call the DDP model: it is under `if {of_rank[0][1]}`",
+            f"only some ranks call the DDP model: it is under `if {of_rank[0].text}`",
             evidence,
         )
     elif of_rank:
         yield from found(
             "rank-conditional-collective",
             mine.place,
-            f"{_name(mine)} is under `if {of_rank[0][1]}` (line {of_rank[0][0].line}), and the other ranks never come",
+            f"{_name(mine)} is under `if {of_rank[0].text}` (line {of_rank[0].line}), and the other ranks never come",
             evidence,
         )
     else:
         yield from found(
             "data-dependent-collective",
             mine.place,
-            f"{_name(mine)} is under `if {under[0][1]}` (line {under[0][0].line}), which ranks answer differently",
+            f"{_name(mine)} is under `if {under[0].text}` (line {under[0].line}), which ranks answer differently",
             evidence,
         )
 
@@ -200,6 +200,7 @@ def _without_forward(run: Run) -> Iterator[Finding] | None:
             skipping = next(one.batch for one in those if not one.went)
             others = next(one.batch for one in those if one.went)
             return _skipped(
+                run,
                 skipping.places,
                 f"with batch {those[0].number} of its pass rank {others.rank} went forward, and rank {skipping.rank} "
                 "went on to the next one",
@@ -246,6 +247,7 @@ def _without_backward(run: Run) -> Iterator[Finding] | None:
             return None
         nth = sum(record.kind == "forward" for record in doings[skipping.rank][:number])
         return _skipped(
+            run,
             before.places,
             f"after forward {nth} rank {others.rank} went backward ({at(others.place)}), "
             f"rank {skipping.rank} went on to the next forward ({at(skipping.place)})",
@@ -253,11 +255,13 @@ def _without_backward(run: Run) -> Iterator[Finding] | None:
     return None
 
 
-def _skipped(places: Sequence[Place], evidence: str) -> Iterator[Finding]:
+def _skipped(run: Run, places: Sequence[Place], evidence: str) -> Iterator[Finding]:
     """At the condition of the first ``continue`` of the loop around these lines, if it has one."""
     loop = next(iter(loops_around(places)), None)
-    under = conditions([Place(loop.path, loop.skips[0][0])]) if loop is not None and loop.skips else []
-    place, why = (under[0][0], f", at `if {under[0][1]}`") if under else (next(iter(places), None), "")
+    under = conditions(run, [Place(loop.path, loop.skips[0][0])]) if loop is not None and loop.skips else []
+    place, why = next(iter(places), None), ""
+    if under:
+        place, why = Place(under[0].path, under[0].line), f", at `if {under[0].text}`"
     yield from found("rank-local-skip", place, f"a rank leaves out a step that the others take{why}", evidence)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.doctor.causes import BREAKS, MEETING
 from paceline.doctor.findings import Finding, Obeyed
@@ -26,6 +27,9 @@ from paceline.doctor.watching.guarded import guarded
 from paceline.doctor.watching.obeying import RULES_OBEYED
 from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.sources import line_of
+
+if TYPE_CHECKING:
+    from paceline.doctor.reading.circumstances import Circumstances
 
 __all__ = ["Verdict", "judge", "wants_gpus"]
 
@@ -59,8 +63,13 @@ class Verdict:
     cannot: str | None = None
 
 
-def judge(run: Run) -> Verdict:
-    """What the records show. Whatever is missing in them, or wrong with a check: the others are heard all the same."""
+def judge(run: Run, circumstances: Circumstances | None = None) -> Verdict:
+    """What the records show. Whatever is missing in them, or wrong with a check: the others are heard all the same.
+
+    Args:
+        circumstances: what reading has understood of the script's lines; ``None``: it was not read.
+    """
+    run = replace(run, circumstances=circumstances or run.circumstances)
     notes: list[str] = []
     checks = [check for family in _FAMILIES for check in family.CHECKS]
     if _dropped(run):  # and each rank at another place, perhaps
@@ -126,7 +135,9 @@ def _cannot(run: Run) -> Iterator[str]:
     if run.stopped == "steps" or any(True for _ in run.all("step")):
         return
     if run.stopped == "spawned":
-        yield "the script starts processes of its own, into which the run pass does not look"
+        replaced = any(account.told["exec"] for account in run.accounts)
+        does = "replaces its process by another program (os.exec)" if replaced else "starts processes of its own"
+        yield f"the script {does}, into which the run pass does not look"
     elif run.stopped == "time":
         yield "time was up before the first optimizer step; --timeout gives more"
     elif failure is None and not any(True for _ in run.all("end")):
@@ -170,7 +181,8 @@ def _failure(run: Run) -> str | None:
     where = f" at {error.place.path}:{error.place.line}" if error is not None and error.place is not None else ""
     others = [own.first("error") for own in run.accounts]
     alike = error is not None and all(
-        o is not None and (o["type"], o.place) == (error["type"], error.place) for o in others
+        o is not None and (o["type"], o.place) == (error["type"], error.place) and not checks_errors.is_echo(o)
+        for o in others
     )
     who = "all ranks failed" if alike else f"rank {account.rank} failed first"
     return f"{who}{where}: {_reason(account, error)}"
@@ -182,6 +194,8 @@ def _reason(account: Account, error: Record | None) -> str:
         return f"{error['type'] or 'an exception'}: {text}" if text else str(error["type"] or "an exception")
     code = int(text) if text else account.code or 0
     how = f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
+    if code == -signal.SIGKILL:  # the doctor sends none before a rank has failed
+        how += " (SIGKILL), as the kernel does when memory runs out"
     last = account.tail.strip().rpartition("\n")[2][:200]
     return f"{how}; its last line: {last}" if last else how
 

@@ -1,18 +1,21 @@
-"""What the source says around a line: conditions it stands under, loops it is in. Reads files, runs nothing."""
+"""What the source says around a line: conditions it stands under, loops it is in. Reads files, runs nothing.
+
+Loops are a matter of syntax. What is asked for the rank is not: there the reader answers, which has followed the script
+to a line, and only of lines that it never came to the text is looked at.
+"""
 
 from __future__ import annotations
 
 import ast
-import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.doctor.lines import parsed, text_at, text_of
-from paceline.doctor.watching.records import Place
+from paceline.doctor.lines import Asked, parsed, text_at, text_of
+from paceline.doctor.watching.records import Place, Run
 
-__all__ = ["Loop", "conditions", "is_of_rank", "line_of", "loops_around", "names_gpus"]
+__all__ = ["Loop", "conditions", "line_of", "loops_around", "names_gpus", "texts_with"]
 
 _RANK = re.compile(
     r"(?:(?<![A-Za-z])(?:my)?rank|(?<=[a-z])Rank|RANK)(?!ing|ed)|"  # not `ranking`, not `frank`
@@ -21,8 +24,6 @@ _RANK = re.compile(
 
 _GPUS = re.compile(r"cuda|nccl|torch\.accelerator")
 """What says so."""
-
-_ANSWER = re.compile(rf"({_RANK.pattern}).*[=<>]|not .*({_RANK.pattern})")
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,23 @@ class Loop:
         return place.path == self.path and self.line <= place.line <= self.last
 
 
-def conditions(places: Sequence[Place]) -> list[tuple[Place, str]]:
+def conditions(run: Run, places: Sequence[Place]) -> list[Asked]:
     """The conditions under which the lines of a call stand, innermost first, each with its own line.
 
     An ``if`` that decides whether the script is the main one is none.
     """
-    found = []
+    known = run.circumstances.around([(place.path, place.line) for place in places]) if run.circumstances else None
+    return list(known) if known is not None else list(_written_around(places))
+
+
+def _written_around(places: Sequence[Place]) -> Iterator[Asked]:
     for place in places:
         for node in _around(place):
             if isinstance(node, ast.If) and node.test.lineno <= place.line:
                 text = ast.unparse(node.test)
                 if "__main__" not in text and not node.test.lineno <= place.line <= (node.test.end_lineno or 0):
-                    found.append((Place(place.path, node.lineno), text))
-    return found
-
-
-def is_of_rank(condition: str, path: str) -> bool:
-    """Whether a condition asks for the rank, by itself or through a name that was given its answer."""
-    if _RANK.search(condition):
-        return True
-    names = set(re.findall(r"[A-Za-z_]\w*", condition))
-    return bool(names & _rank_names(path))
+                    of_rank = _RANK.search(text) is not None
+                    yield Asked(path=place.path, line=node.lineno, text=text, of_rank=of_rank)
 
 
 def loops_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> list[Loop]:
@@ -89,18 +86,21 @@ def line_of(place: Place) -> str:
 
 def names_gpus(script: Path) -> bool:
     """Whether a script, or a file beside it that it imports, asks for GPUs."""
+    return any(_GPUS.search(text) for text in texts_with(script))
+
+
+def texts_with(script: Path) -> Iterator[str]:
+    """The text of a script and of each file beside it that it imports."""
     pending, seen = [script], set[Path]()
     while pending:
         path = pending.pop()
         if path in seen:
             continue
         seen.add(path)
-        if _GPUS.search(text_of(str(path))):
-            return True
-        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text_of(str(path)), re.M):
+        yield (text := text_of(str(path)))
+        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.M):
             base = script.parent.joinpath(*name.strip(".").split("."))
             pending += [file for file in (base.with_suffix(".py"), *base.glob("*.py")) if file.is_file()]
-    return False
 
 
 def _around(place: Place) -> list[ast.AST]:
@@ -147,21 +147,6 @@ def _leaving(loop: ast.For | ast.While | ast.AsyncFor) -> tuple[list[tuple[int, 
     if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant):
         exits.append((loop.lineno, f"not ({ast.unparse(loop.test)})"))
     return exits, skips
-
-
-def _rank_names(path: str) -> frozenset[str]:
-    """Names that are given the answer to a question for the rank."""
-    return _rank_names_in(text_of(path))
-
-
-@functools.lru_cache(maxsize=64)
-def _rank_names_in(text: str) -> frozenset[str]:
-    found: set[str] = set()
-    for node in ast.walk(parsed(text)):
-        if isinstance(node, ast.Assign) and _ANSWER.search(ast.unparse(node.value)):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            found |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
-    return frozenset(found)
 
 
 def _tree(path: str) -> ast.Module:
