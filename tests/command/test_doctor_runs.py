@@ -262,10 +262,26 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
         "        loss = model(torch.ones(2, 4, device=f'cuda:{local}').to(local)).mean()\n"
         "    optimizer.zero_grad()\n    scaler.scale(loss).backward()\n"
         "    scaler.step(optimizer)\n    scaler.update()\n"
+        "stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)\n"
+        "with torch.cuda.stream(stream):\n    moved = torch.ones(2).cuda(non_blocking=True)\n    event.record()\n"
+        "torch.cuda.current_stream().wait_stream(stream)\nmoved.record_stream(torch.cuda.current_stream())\n"
+        "assert moved.is_cuda and event.elapsed_time(event) == 0.0\n"
+        "torch.cuda.nvtx.range_push('saving')\nstates = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()\n"
+        "torch.cuda.set_rng_state(states[0])\ntorch.cuda.nvtx.range_pop()\n"
+        "assert torch.cuda.FloatTensor([1.0]).item() + torch.cuda.memory_stats()['active.all.peak'] == 1.0\n"
         "torch.cuda.synchronize()\ndist.destroy_process_group()\n"
     )
     assert told.notes == ("the script asks for GPUs: the run pass did on the CPU what it asks of them",)
     assert told.findings == ()
+
+
+@pytest.mark.long
+def test_what_the_cpu_cannot_do_of_a_gpu_is_not_blamed_on_the_script() -> None:
+    told, _ = watched(
+        "import torch\nassert torch.cuda.is_available()\ntorch.ones(1).cuda()\ngraph = torch.cuda.CUDAGraph()\n"
+    )
+    assert told.cannot is not None and told.cannot in told.notes
+    assert "train.py:4: RuntimeError: Tried to instantiate" in told.cannot and "the CPU stood in" in told.cannot
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,27 @@ def test_who_has_come_to_its_end_when_time_is_up_has_ended(kind: str, stopped: s
     with a_rank("sleep", "60") as rank:
         rank.account.take(pack(told))
         assert _Following([rank], 20, time.monotonic() - 1.0, None).over() == stopped
+
+
+def test_who_has_become_another_program_is_not_waited_for() -> None:
+    told = {"kind": "exec", "number": 1, "places": [], "syncs": 0, "facts": {}, "at_s": 1.0, "child": None}
+    with a_rank("sleep", "60") as rank:
+        following = _Following([rank], 20, time.monotonic() + 60.0, None)
+        rank.account.take(pack(told))
+        assert following.over() is None  # there may be no such program
+        rank.silent = True
+        assert following.over() == "spawned"
+
+
+SHOWN = """
+import os, sys
+from paceline.doctor.watching.probe.files import _is_shown
+assert _is_shown(sys.stdout) and not _is_shown(sys.stderr)
+log = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+os.dup2(log, 1)
+assert not _is_shown(sys.stdout) and not _is_shown(os.fdopen(log, "w"))
+"""
+
+
+def test_what_is_written_to_a_file_in_place_of_the_screen_is_not_printed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SHOWN, str(tmp_path / "log")], check=True, stdout=subprocess.PIPE, timeout=60)

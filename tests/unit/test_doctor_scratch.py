@@ -246,6 +246,8 @@ ALLOWED: Mapping[str, str] = {
     "is there": "os.makedirs(users, exist_ok=True)",
     "programs": "subprocess.run('cat large > copy; rm copy', shell=True, check=True)",
     "read only database": "assert sqlite3.connect(f'file:{users}/base?mode=ro', uri=True).execute('select * from t')",
+    "nowhere": "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')\n"
+    "try: open('x', 'w')\nexcept FileNotFoundError: os.chdir(scratch)\nelse: raise AssertionError",
     "circle": "os.symlink('round', 'round'); os.path.isfile('round'); os.remove('round')",
     "link removed": "os.remove('removed')",
     "link moved": "os.rename('moved', 'elsewhere')",
