@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.doctor.causes import unexplained
 from paceline.doctor.findings import Finding
+from paceline.doctor.lines import Circumstances
 from paceline.doctor.reading import read
 from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run, Stopped
@@ -58,7 +59,9 @@ def run_of(*told: Told, stopped: Stopped = "hang") -> Run:
     """Of their script, which is read too if it is there."""
     paths = {one.path for one in told if one.path.is_file()}
     known = [read(path).circumstances for path in paths]
-    return Run(accounts=[one.account for one in told], stopped=stopped, circumstances=next(iter(known), None))
+    return Run(
+        accounts=[one.account for one in told], stopped=stopped, circumstances=next(iter(known), Circumstances())
+    )
 
 
 def seen(*told: Told, stopped: Stopped = "hang") -> list[Finding]:

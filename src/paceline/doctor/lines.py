@@ -1,4 +1,5 @@
-"""What a source file says at a line: the statement there, the comments that silence rules, its text. Runs nothing."""
+"""What a source file says at a line: the statement there, the comments that silence rules, its text, and what reading
+has understood of the way to it. Runs nothing."""
 
 from __future__ import annotations
 
@@ -8,29 +9,29 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Asked", "comments", "named", "parsed", "shown", "statement_at", "text_at", "text_of"]
+__all__ = [
+    "Asked",
+    "Circumstances",
+    "Line",
+    "comments",
+    "head_of",
+    "named",
+    "parsed",
+    "shown",
+    "statement_at",
+    "text_at",
+    "text_of",
+]
+
+Line = tuple[str, int]
+"""A file, by its absolute path, and the first line of a statement in it."""
+
 
 _IGNORE = re.compile(r"#\s*paceline:\s*ignore\b(?:\[([^\]]*)\])?")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A condition that holds where a line is reached.
-
-    Args:
-        line: from 1, where it is asked.
-        text: what holds, as the script says it; ``not (...)`` on the other arm.
-        of_rank: whether the answer depends on which rank it is, and not on what the rank sees.
-    """
-
-    path: str
-    line: int
-    text: str
-    of_rank: bool
 
 
 def shown(path: str, script: Path) -> str:
@@ -75,6 +76,11 @@ def statement_at(path: str, line: int) -> range:
     return next((lines for lines in _statements(text_of(path)) if line in lines), range(line, line + 1))
 
 
+def head_of(path: str, line: int) -> Line:
+    """The statement that a line belongs to."""
+    return path, statement_at(path, line).start
+
+
 def comments(path: str) -> Iterator[tuple[int, tuple[str, ...]]]:
     """By line the rules that a comment ``# paceline: ignore[id, id]`` there names; none, if it names none."""
     try:
@@ -116,3 +122,42 @@ def _end(node: ast.AST) -> int:
     """The last line of an expression, or of those that it is made of."""
     own = getattr(node, "end_lineno", None)
     return own if own is not None else max(map(_end, ast.iter_child_nodes(node)), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A condition that holds where a line is reached.
+
+    Args:
+        line: from 1, where it is asked.
+        text: what holds, as the script says it; ``not (...)`` on the other arm.
+        of_rank: whether the answer depends on which rank it is, and not on what the rank sees.
+    """
+
+    path: str
+    line: int
+    text: str
+    of_rank: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What was understood of the lines that reading has reached.
+
+    Args:
+        ways: by line each way to it, from there outwards through the calls, with its conditions, innermost first:
+            those inside of which it stands, and those of the rank that have made others leave before.
+    """
+
+    ways: Mapping[Line, Mapping[tuple[Line, ...], tuple[Asked, ...]]] = field(default_factory=dict)
+
+    def around(self, way: Sequence[Line]) -> tuple[Asked, ...] | None:
+        """The conditions on the way that has most in common with this one; ``None``: reading never came here."""
+        known = self.ways.get(head_of(*way[0]), {}) if way else {}
+        lines = [head_of(*line) for line in way] if known else []
+        return max(known.items(), key=lambda one: _common(one[0], lines), default=((), None))[1]
+
+
+def _common(way: Sequence[Line], other: Sequence[Line]) -> int:
+    """How many lines both have in common, from the innermost on."""
+    return next((n for n, (a, b) in enumerate(zip(way, other, strict=False)) if a != b), min(len(way), len(other)))

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.lines import Circumstances
 from paceline.doctor.reading.checks import judged
-from paceline.doctor.reading.circumstances import Circumstances, circumstances
+from paceline.doctor.reading.circumstances import circumstances
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.statements import Reader
 from paceline.errors import UsageError

@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from paceline.doctor.causes import BREAKS, MEETING
 from paceline.doctor.findings import Finding, Obeyed
@@ -27,9 +27,6 @@ from paceline.doctor.watching.guarded import guarded
 from paceline.doctor.watching.obeying import RULES_OBEYED
 from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.sources import line_of
-
-if TYPE_CHECKING:
-    from paceline.doctor.reading.circumstances import Circumstances
 
 __all__ = ["Verdict", "judge", "wants_gpus"]
 
@@ -63,13 +60,8 @@ class Verdict:
     cannot: str | None = None
 
 
-def judge(run: Run, circumstances: Circumstances | None = None) -> Verdict:
-    """What the records show. Whatever is missing in them, or wrong with a check: the others are heard all the same.
-
-    Args:
-        circumstances: what reading has understood of the script's lines; ``None``: it was not read.
-    """
-    run = replace(run, circumstances=circumstances or run.circumstances)
+def judge(run: Run) -> Verdict:
+    """What the records show. Whatever is missing in them, or wrong with a check: the others are heard all the same."""
     notes: list[str] = []
     checks = [check for family in _FAMILIES for check in family.CHECKS]
     if _dropped(run):  # and each rank at another place, perhaps

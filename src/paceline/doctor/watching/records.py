@@ -10,10 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:  # ranks know these records, and do without the reader
-    from paceline.doctor.reading.circumstances import Circumstances
+from paceline.doctor.lines import Circumstances
 
 __all__ = [
     "BOUND_BYTES",
@@ -274,12 +273,12 @@ class Run:
     Args:
         stopped: what ended it: all ranks came to their end; one failed; they had taken enough steps; they started ranks
             of their own; nothing moved any more; or time was up.
-        circumstances: what reading has understood of the script's lines; ``None``: it was not read.
+        circumstances: what reading has understood of the script's lines; nothing, if it was not read.
     """
 
     accounts: list[Account]
     stopped: Stopped = "ended"
-    circumstances: Circumstances | None = None
+    circumstances: Circumstances = field(default_factory=Circumstances)
 
     @property
     def world(self) -> int:

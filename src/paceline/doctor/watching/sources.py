@@ -52,7 +52,7 @@ def conditions(run: Run, places: Sequence[Place]) -> list[Asked]:
 
     An ``if`` that decides whether the script is the main one is none.
     """
-    known = run.circumstances.around([(place.path, place.line) for place in places]) if run.circumstances else None
+    known = run.circumstances.around([(place.path, place.line) for place in places])
     return list(known) if known is not None else list(_written_around(places))
 
 
