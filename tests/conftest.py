@@ -56,11 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """One thread in this process unless a test asks for more: its tensors are small, and threads that wait for work in
-    two such processes at once take several times the CPU that the work takes."""
+    two such processes at once take several times the CPU that the work takes. And what is imported by now is looked
+    through for garbage no more: that takes tenths of a second, each time that a process is forked for loading data."""
     if "torch" in sys.modules:
         import torch
 
         torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

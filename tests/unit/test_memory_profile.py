@@ -151,11 +151,18 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 def mixes(names: list[str]) -> dict[str, dict[str, Level]]:
     levels: tuple[Level, ...] = ("keep", "selective", "full")
     return {
-        **{level: dict.fromkeys(names, level) for level in levels},
-        "every:2": dict.fromkeys(names[::2], "full"),
+        "full": dict.fromkeys(names, "full"),
         "the second half": dict.fromkeys(names[len(names) // 2 :], "full"),
         "in turn": {name: levels[place % 3] for place, name in enumerate(names)},
         "in turn, backwards": {name: levels[-1 - place % 3] for place, name in enumerate(names)},
+    }
+
+
+def more_mixes(names: list[str]) -> dict[str, dict[str, Level]]:
+    alike: tuple[Level, ...] = ("keep", "selective")
+    return {
+        **{level: dict.fromkeys(names, level) for level in alike},
+        "every:2": dict.fromkeys(names[::2], "full"),
     }
 
 
@@ -188,7 +195,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_mix_is_foretold(case: str) -> None:
+def test_any_mix_is_foretold(case: str, request: pytest.FixtureRequest) -> None:
     build, most_over = CASES[case]
     model, step = build()
     blocks = blocks_of(model)
@@ -197,7 +204,8 @@ def test_any_mix_is_foretold(case: str) -> None:
         found = profile(step, model, blocks, set_levels)
         known = {option.level for block in found.blocks for option in block.options}
         assert known >= {"keep", "full"}
-        for name, levels in mixes(list(blocks)).items():
+        tried = mixes(list(blocks)) | (more_mixes(list(blocks)) if request.config.getoption("--long") else {})
+        for name, levels in tried.items():
             if not known.issuperset(levels.values()):
                 continue  # what `selective` keeps can be read once
             peak = simulated_peak(step, model, blocks, set_levels, levels)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Self
 
 import pytest
 import torch
-import torchmetrics as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from torchmetrics import classification as tmc
 
 from paceline.config import Recipe
 from paceline.errors import UsageError
-from paceline.lanes import lanes_of
 from paceline.metrics import (
     Average,
     Mean,
@@ -30,7 +23,6 @@ from paceline.metrics import (
     accuracy,
     confusion_matrix,
     f1,
-    from_torchmetrics,
     mean,
     perplexity,
     top_k,
@@ -38,12 +30,9 @@ from paceline.metrics import (
 )
 from paceline.metrics.over_lanes import LaneMetrics, add, computed
 from paceline.run import Run
+from scoring import CLASSES, Batch, alone, cut, dealt, samples
 
-CLASSES = 4
 AVERAGES: list[Average | None] = [None, "macro", "micro", "weighted"]
-
-Batch = tuple[Tensor, Tensor, Tensor]
-"""Logits, targets, values."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,19 +42,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def samples(count: int, seed: int = 0) -> Batch:
-    """Logits that often hit, targets of which some are ignored, and values of very different size."""
-    generator = torch.Generator().manual_seed(seed)
-    target_N = torch.randint(0, CLASSES, (count,), generator=generator)
-    logits_NC = torch.randn(count, CLASSES, generator=generator)
-    logits_NC[torch.arange(count), target_N] += 1
-    target_N[torch.rand(count, generator=generator) < 0.1] = -100
-    values_N = torch.randn(count, generator=generator).double() * 10.0 ** torch.randint(
-        -6, 7, (count,), generator=generator
-    )
-    return logits_NC, target_N, values_N
 
 
 def counted(batch: Batch) -> dict[str, Any]:
@@ -89,31 +65,6 @@ def summed(batch: Batch) -> dict[str, Any]:
         "perplexity": perplexity((values % 2).sum(), len(values)),
         "pair": (values.sum(), len(values)),
     }
-
-
-def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Consecutive micro-batches of these sizes; what is left is the last."""
-    rest = len(batch[0]) - sum(sizes)
-    parts = [part.split([*sizes, rest]) for part in batch]
-    return list(zip(*parts, strict=True))
-
-
-def dealt(scored: Sequence[Mapping[str, Any]], lane_of: Sequence[int], lanes: int, workers: int) -> dict[str, Any]:
-    """The scores as ``workers`` workers compute them, each from the micro-batches of its lanes, sent by pickle."""
-    parts = []
-    for rank in range(workers):
-        mine: LaneMetrics = {}
-        for lane in lanes_of(rank, workers, lanes):
-            for metrics, its_lane in zip(scored, lane_of, strict=True):
-                if its_lane == lane:
-                    add(mine, lane, metrics)
-        parts.append(pickle.loads(pickle.dumps(mine)))
-    return computed(parts, lanes)
-
-
-def alone(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The scores of one micro-batch with everything in it."""
-    return dealt([metrics], [0], 1, 1)
 
 
 @st.composite
@@ -189,39 +140,6 @@ def test_a_run_evaluates_them() -> None:
 
 
 # Values, against others'.
-
-
-@pytest.fixture
-def scikit_learn(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Its metrics; imported late, since that takes a while, and without what the import leaves in the environment."""
-    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):
-        monkeypatch.setenv(name, os.environ.get(name, "FALSE"))
-    return importlib.import_module("sklearn.metrics")
-
-
-@pytest.mark.parametrize("average", [*AVERAGES, "binary"])
-@pytest.mark.parametrize("seed", range(3))
-def test_f1_is_scikit_learns(average: Average | None, seed: int, scikit_learn: ModuleType) -> None:
-    classes = 2 if average == "binary" else 6
-    generator = torch.Generator().manual_seed(seed)
-    predicted, target = torch.randint(0, classes, (2, 50), generator=generator).unbind()
-    predicted[predicted == 3], target[target == 3] = 0, 1  # a class that never occurs
-    target[target == 4] = 1  # one that is only predicted
-    labels = list(range(classes)) if average is None else None
-    expected = scikit_learn.f1_score(target, predicted, labels=labels, average=average, zero_division=0.0)
-    assert f1(predicted, target, classes, average=average).compute() == pytest.approx(expected)
-
-
-def test_confusion_matrix_and_top_k_are_scikit_learns(scikit_learn: ModuleType) -> None:
-    logits, target, _ = samples(100)
-    kept = target != -100
-    expected = scikit_learn.confusion_matrix(target[kept], logits.argmax(1)[kept], labels=range(CLASSES)).tolist()
-    assert confusion_matrix(logits, target, ignore_index=-100).compute() == expected
-    assert expected != torch.tensor(expected).T.tolist()
-    for k in range(1, CLASSES):
-        score = scikit_learn.top_k_accuracy_score(target[kept], logits[kept], k=k, labels=range(CLASSES))
-        assert top_k(logits, target, k, ignore_index=-100).compute() == pytest.approx(score)
-    assert top_k(logits, target, CLASSES, ignore_index=-100).compute() == 1.0
 
 
 def test_variance_is_numpys_even_far_from_zero() -> None:
@@ -370,7 +288,7 @@ def test_only_metrics_add_to_metrics() -> None:
         mean(LOGITS) + 1  # type: ignore[operator]
 
 
-# Of one's own, and of torchmetrics.
+# Of one's own.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,86 +310,6 @@ def test_a_metric_of_ones_own() -> None:
     assert dealt(scored, [3, 0, 3, 1], 4, 3) == {"largest": [float(values.max())]}
 
 
-TORCHMETRICS: dict[str, tuple[tm.Metric, Callable[[Batch], tuple[Any, ...]]]] = {
-    "accuracy": (tmc.MulticlassAccuracy(CLASSES, ignore_index=-100), lambda batch: batch[:2]),
-    "stat_scores": (tmc.MulticlassStatScores(CLASSES, average=None, ignore_index=-100), lambda batch: batch[:2]),
-    "auroc": (tmc.MulticlassAUROC(CLASSES, thresholds=20, ignore_index=-100), lambda batch: batch[:2]),
-    "mean": (tm.MeanMetric(), lambda batch: batch[:1]),
-    "mse": (tm.MeanSquaredError(), lambda batch: (batch[0], batch[0].flip(1))),
-}
-
-
-def of_torchmetrics(batch: Batch) -> dict[str, Metric]:
-    return {name: from_torchmetrics(metric, *args(batch)) for name, (metric, args) in TORCHMETRICS.items()}
-
-
-def test_metrics_of_torchmetrics_give_what_they_give_alone_however_they_are_dealt() -> None:
-    scored = [of_torchmetrics(part) for part in cut(samples(60), [9, 2, 20, 7])]
-    by_workers = [dealt(scored, [1, 4, 4, 0, 3], 5, workers) for workers in (1, 2, 3, 5)]
-    assert len({repr(scores) for scores in by_workers}) == 1
-    for name, (metric, args) in TORCHMETRICS.items():
-        metric.update(*args(samples(60)))
-        torch.testing.assert_close(torch.tensor(by_workers[0][name]), metric.compute())
-
-
-def test_the_metric_itself_stays_as_it_is_and_counts_nothing_of_before() -> None:
-    metric = tm.SumMetric()
-    metric.update(5.0)
-    taken = from_torchmetrics(metric, value=2.0)
-    assert [taken.compute(), (taken + taken).compute(), taken.compute()] == [2.0, 4.0, 2.0]
-    assert metric.compute() == 5.0
-
-
-def test_float_states_are_added_in_float64() -> None:
-    big, small = (from_torchmetrics(tm.SumMetric(), value) for value in (2.0**24, 1.0))
-    assert (big + small + small).compute() == 2**24 + 2  # in float32 each 1 would vanish
-
-
-def test_sums_of_the_whole_team_are_not_added_up_once_more_by_the_metric() -> None:
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a collective of its own")
-
-    metric = tm.SumMetric(dist_sync_fn=never, distributed_available_fn=lambda: True)
-    assert from_torchmetrics(metric, 3.0).compute() == 3.0
-
-
-class FromOne(tm.Metric):
-    """Its sum does not start at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(1.0), dist_reduce_fx="sum")
-
-    def update(self) -> None: ...
-
-    def compute(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (tmc.BinaryAUROC(), "cannot add up BinaryAUROC: found its state preds, a list, with the reduction cat"),
-        (tm.PearsonCorrCoef(), "found its state mean_x with the reduction none, need .* sum"),
-        (tm.MaxMetric(), "found its state max_value with the reduction max"),
-        (tmc.BinaryAccuracy(multidim_average="samplewise"), "its state tp, a list"),
-        (tm.MetricCollection([tm.SumMetric()]), "found MetricCollection.* pass each metric by itself"),
-        (tm.ClasswiseWrapper(tmc.MulticlassAccuracy(3, average=None)), "a wrapper of MulticlassAccuracy"),
-        (tm.SumMetric() + tm.SumMetric(), "a wrapper of SumMetric"),
-        (FromOne(), "its state total starts at 1.0"),
-        (accuracy, "found function, need an object of torchmetrics"),
-    ],
-)
-def test_metrics_of_torchmetrics_that_are_no_sums_are_refused(metric: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        from_torchmetrics(metric, torch.tensor([0.3]), torch.tensor([1]))
-
-
-def test_two_metrics_of_torchmetrics_under_one_name_are_refused() -> None:
-    accuracies = [from_torchmetrics(tmc.MulticlassAccuracy(classes), TARGET, TARGET) for classes in (3, 4)]
-    with pytest.raises(UsageError, match=r"MulticlassAccuracy of torchmetrics \(tp \[3\].* and .*\(tp \[4\]"):
-        accuracies[0] + accuracies[1]
-
-
 def test_results_are_plain_python() -> None:
-    scores = alone(counted(samples(20)) | summed(samples(20)) | of_torchmetrics(samples(20)))
+    scores = alone(counted(samples(20)) | summed(samples(20)))
     assert {type(score) for score in scores.values()} == {float, list}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn  # noqa: F401 - here, since it sets environment variables when it is first imported
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
