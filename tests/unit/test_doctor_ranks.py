@@ -17,6 +17,7 @@ import pytest
 from paceline.doctor.watching import ranks
 from paceline.doctor.watching.following import _cpu_s, _Following
 from paceline.doctor.watching.keeper import end_all_of
+from paceline.doctor.watching.launching import rank_option
 from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import pack
 from paceline.doctor.watching.scratch import Scratch
@@ -148,3 +149,27 @@ assert not _is_shown(sys.stdout) and not _is_shown(os.fdopen(log, "w"))
 
 def test_what_is_written_to_a_file_in_place_of_the_screen_is_not_printed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SHOWN, str(tmp_path / "log")], check=True, stdout=subprocess.PIPE, timeout=60)
+
+
+DECLARES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('-l', '--local_rank', type=int)\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "option"),
+    [
+        ({"train": DECLARES}, [], "--local_rank"),
+        ({"train": "from options import parser\n", "options": DECLARES}, ["--lr", "1"], "--local_rank"),
+        ({"train": DECLARES.replace("local_", "local-")}, [], "--local-rank"),
+        ({"train": DECLARES}, ["--local-rank=1"], None),
+        ({"train": DECLARES + "import os\nos.environ.get('LOCAL_RANK', 0)\n"}, [], None),
+        ({"train": "# " + DECLARES.replace("\n", "\n# ")}, [], None),
+        ({"train": "import other\n", "other": DECLARES + "if __name__ == '__main__':\n    main()\n"}, [], None),
+    ],
+    ids=["declares", "imports", "hyphen", "given", "asks environment", "comment", "another script"],
+)
+def test_who_declares_local_rank_and_knows_no_torchrun_is_given_it(
+    files: dict[str, str], words: list[str], option: str | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert rank_option(tmp_path / "train.py", words) == option

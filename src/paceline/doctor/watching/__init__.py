@@ -11,6 +11,7 @@ from paceline.doctor.findings import Finding, Obeyed
 from paceline.doctor.lines import named, shown
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, wants_gpus
+from paceline.doctor.watching.launching import rank_option
 from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Run
@@ -60,6 +61,12 @@ def watch(
         if cannot is not None and run.stopped in ("failed", "ended"):
             excused = f"{cannot} (where the CPU stood in for a GPU, which cannot be done for all that a GPU does)"
             notes, cannot = tuple(excused if note == cannot else note for note in notes), excused
+    if (option := rank_option(script, arguments)) is not None:
+        notes = (
+            f"each rank was given {option}, which the script declares, as by torch.distributed.launch; torchrun gives "
+            "none: read LOCAL_RANK from the environment instead",
+            *notes,
+        )
     return Watched(
         findings=tuple(_named(finding, script) for finding in verdict.findings),
         obeyed=tuple(

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from paceline import env
 from paceline.doctor.watching import keeper
+from paceline.doctor.watching.launching import rank_option
 from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import Account, legible
 from paceline.doctor.watching.scratch import Scratch, with_originals
@@ -128,7 +129,7 @@ def started(
         keeping = stack.enter_context(_keeper(run_id, scratch.home))
         stack.callback(keeper.end_all_of, run_id)
         ranks: list[Rank] = []
-        words = [str(scratch.within(script)), *map(scratch.translated, arguments)]
+        words, option = [*map(scratch.translated, arguments)], rank_option(script, arguments)
         with socket.create_server(("127.0.0.1", 0)) as listener:  # the ranks' from now on: with the store it is gone
             shared = {
                 "parent": os.getpid(),
@@ -146,7 +147,8 @@ def started(
                     "stacks": str(scratch.home / f"stacks-{number}"),
                     "gpus": _standing_in(gpus, number, workers),
                 }
-                rank = _start(number, words, environ, settings, scratch.within(Path.cwd()))
+                own = [str(scratch.within(script)), *([f"{option}={number}"] if option is not None else [])]
+                rank = _start(number, [*own, *words], environ, settings, scratch.within(Path.cwd()))
                 stack.callback(rank.end)
                 _tell_keeper(keeping, rank)
                 ranks.append(rank)
