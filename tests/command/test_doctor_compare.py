@@ -178,7 +178,10 @@ def test_a_bypassed_wrapper() -> None:
     [
         ([("sampler=sampler", "shuffle=True")], "all ranks went through the same 8 samples"),
         ([("torch.manual_seed(0)", "torch.seed()")], "set a seed"),
-        ([("y in loader:\n", "y in loader:\n            x = x + 0.1 * torch.randn_like(x)\n")], "the same samples"),
+        (
+            [("y in loader:\n", "y in loader:\n            x = x + 0.1 * torch.randn_like(x)\n")],
+            "drawn at random in each step",
+        ),
         ([("y in loader:\n", "y in loader:\n            y = y + 0.1 * torch.randn_like(y)\n")], "random numbers"),
         ([("    torch.manual_seed(0)", "    assert world > 1, 'alone'")], "AssertionError: alone"),
         ([("F.mse_loss(model(x), y)", "F.mse_loss(model(x), y, reduction='sum') / 8")], "fixed number, 8"),

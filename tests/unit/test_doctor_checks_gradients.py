@@ -22,6 +22,7 @@ from paceline.doctor.watching import (
 from paceline.doctor.watching.probe import communication, optimizers, training
 from paceline.doctor.watching.probe.hooking import Call
 from paceline.doctor.watching.probe.recorder import Recorder
+from paceline.doctor.watching.records import WEIGHTED
 from told import Ranks, rules
 
 
@@ -185,10 +186,18 @@ def test_a_loss_is_told_by_its_last_functions() -> None:
     losses = {
         12.0: torch.nn.functional.binary_cross_entropy(scores, torch.ones(4, 3)),
         3.0: crossed(scores, torch.tensor([0, 1, 2, -100])),  # of so many tokens
-        1.0: crossed(scores, classes, weight=weights),
+        0.7: crossed(scores, classes, weight=weights),
         None: crossed(scores, classes, reduction="sum"),
     }
-    assert [training._root(one, weighted=False)[0][1] for one in losses.values()] == list(losses)
+    told = [training._root(one, weighted=False)[0] for one in losses.values()]
+    assert [value for _, value in told] == pytest.approx(list(losses))
+    assert [name.endswith(WEIGHTED) for name, _ in told] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("NllLossBackward0", True), (f"NllLossBackward0{WEIGHTED}", False)])
+def test_weights_of_classes_are_no_counts_of_samples(ranks: Ranks, name: str, wrong: bool) -> None:
+    ranks.tell("backward", *({"roots": [[[name, n]]]} for n in (6.0, 2.0)), reached=[[0, "synced"]])
+    assert rules(ranks.found(checks_gradients.unequal_weight_average)) == ["unequal-weight-average"] * wrong
 
 
 def test_gradients_are_known_flattened_and_scaled_too() -> None:

@@ -13,7 +13,7 @@ from paceline.doctor.findings import Finding, as_json, as_text
 from paceline.doctor.watching.compared import compared, without_norms
 from paceline.doctor.watching.comparison import Comparison
 from paceline.doctor.watching.explaining import explained, proven
-from paceline.doctor.watching.records import Account, Place, Record, Run
+from paceline.doctor.watching.records import WEIGHTED, Account, Place, Record, Run
 
 GRADIENT = [1.0, -2.0, 0.5, 3.0]
 WEIGHTS = [0.1, 0.2, 0.3, 0.4]
@@ -118,6 +118,7 @@ def test_sixteen_bits_are_allowed_more() -> None:
         ({}, {"content": 5}, "same samples in both"),
         ({}, {"samples": 4}, "same samples in both"),
         ({"drew": True}, {}, "random numbers"),
+        ({"drew": True}, {"content": 5}, "drawn at random in each step"),
         ({"hooked": True}, {}, "communication hook"),
         ({"plain": False}, {}, "shards"),
         ({"sizes": [5]}, {}, "other parameters"),
@@ -204,9 +205,33 @@ def test_unequal_counts_are_proven_where_they_make_up_the_loss_of_one_worker() -
         return list(proven(beside(ranks, one), []))
 
     (found,) = with_loss_of_one(2.5)
-    assert found.id == "unequal-weight-average"
+    assert (found.id, found.level) == ("unequal-weight-average", "error")
     assert "weighed by 6 and 2" in found.evidence
     assert with_loss_of_one(3.0) == []
+
+
+def test_weights_of_classes_are_told_as_what_they_are() -> None:
+    """A loss whose classes have weights is another one on each rank, by little: that is known, and mostly meant."""
+    ranks = [
+        Told(rank).step([1.0, -2.0, 0.5, 3.1], loss, [[[f"NllLossBackward0{WEIGHTED}", weight]]])
+        for rank, loss, weight in ((0, 2.0, 1.8), (1, 4.0, 0.6))
+    ]
+    told = beside(ranks, Told(0).step(GRADIENT, 2.5, [[[f"NllLossBackward0{WEIGHTED}", 2.4]]], samples=8, content=21))
+    (found,) = proven(told, [])
+    assert (found.id, found.level) == ("unequal-weight-average", "advice")
+    assert "weighed by 1.8 and 0.6" in found.evidence
+    _, after = explained([found], told)
+    assert after.equal is False and not after.broken
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"), [([0, 1, 2, 3], "each rank has its own"), ([4, 5, 6, 7], "the same samples")]
+)
+def test_data_of_a_ranks_own_is_no_difference(numbers: list[int], why: str) -> None:
+    ranks = [Told(rank).tell("batch", indices=[2 * rank, 2 * rank + 1]).step(scaled(2)) for rank in (0, 1)]
+    one = Told(0).tell("batch", indices=numbers).step(GRADIENT, samples=8, content=5)
+    told = beside(ranks, one)
+    assert told.equal is None and why in told.why
 
 
 def test_gradients_of_each_ranks_own_are_evidence_for_what_was_found() -> None:

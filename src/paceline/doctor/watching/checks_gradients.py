@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching.checks_data import passes
 from paceline.doctor.watching.evidence import Interval, at, beside, count, found, gap, intervals
-from paceline.doctor.watching.records import Account, Record, Run
+from paceline.doctor.watching.records import WEIGHTED, Account, Record, Run
 
 __all__ = ["CHECKS", "differ", "how_far_apart", "same_steps"]
 
@@ -266,7 +266,7 @@ def unequal_weight_average(run: Run) -> Iterator[Finding]:
         for _, nodes in weighted:
             counts = [divisor for _, divisor in nodes]
             name = nodes[0][0]
-            if None in counts or len(set(counts)) == 1 or name == "MulBackward0":
+            if None in counts or len(set(counts)) == 1 or name == "MulBackward0" or name.endswith(WEIGHTED):
                 continue
             if name == "DivBackward0" and not all(value == int(value) and value > 0 for value in counts):
                 continue

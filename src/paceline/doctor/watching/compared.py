@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
-from paceline.doctor.watching.records import Account, Record, Run
+from paceline.doctor.watching.records import WEIGHTED, Account, Record, Run
 from paceline.doctor.watching.steps import (
     Gap,
     Step,
@@ -163,7 +163,13 @@ def _samples(step: Step) -> str | None:
     padded = len({str(record["width"]) for record in step.records}) > 1 or not one["samples"]
     if padded and step.numbers and step.numbers == step.numbers_of_one:
         return None
-    told = f"{sum(r['samples'] for r in ranks)} in all ranks, {one['samples']} in one worker"
+    counts = sum(record["samples"] for record in ranks), one["samples"]
+    if counts[0] == counts[1] > 0:
+        if any(record["drew"] for record in step.records):
+            return "what goes into the model is drawn at random in each step"
+        if step.numbers and step.numbers == step.numbers_of_one:
+            return "with one worker the data is not the same: each rank has its own, or it is made anew in each run"
+    told = f"{counts[0]} in all ranks, {counts[1]} in one worker"
     unknown = "" if step.numbers else ", and no DataLoader says which they are"
     return f"step {step.number} did not go through the same samples in both runs ({told}){unknown}"
 
@@ -263,8 +269,10 @@ def _scaled(several: Run, alone: Run, step: Step, gap: Gap) -> Shown | None:
 
 def _unequal(several: Run, alone: Run, step: Step, how: str) -> Shown | None:
     """The ranks took means over different counts: weighed by these, their losses make up that of one worker."""
-    if (counts := _counts_of_ranks(several, alone, step)) is None:
+    if (found := _counts_of_ranks(several, alone, step)) is None:
         return None
+    name, counts = found
+    by_class = name.endswith(WEIGHTED)
     weights = " and ".join(f"{n:g}" for n in counts)
     losses = ", ".join(f"{sum(record['losses']):.6g}" for record in step.ranks)
     proof = f"weighed by {weights}, the ranks' losses of {losses} make up that of one worker, {step.losses[1]:.6g}"
@@ -272,12 +280,16 @@ def _unequal(several: Run, alone: Run, step: Step, how: str) -> Shown | None:
         ids=("unequal-weight-average",),
         evidence=f"{how}; {proof}",
         place=_backwards(several.accounts[0], step.number)[0].place,
-        message="each rank takes a mean over its own number of samples or tokens, and DDP counts these means alike",
+        message="each rank divides by the weights of its own samples' classes, and DDP counts these means alike"
+        if by_class
+        else "each rank takes a mean over its own number of samples or tokens, and DDP counts these means alike",
+        severity="advice" if by_class else None,  # it is close, and common
     )
 
 
-def _counts_of_ranks(several: Run, alone: Run, step: Step) -> list[float] | None:
-    """The counts over which the ranks took their means, if by these the ranks' losses make up that of one worker."""
+def _counts_of_ranks(several: Run, alone: Run, step: Step) -> tuple[str, list[float]] | None:
+    """The counts over which the ranks took their means, if by these the ranks' losses make up that of one worker; and
+    which function did."""
     each = [_roots(account, step.number) for account in several.accounts]
     one = _roots(alone.accounts[0], step.number)
     if any(len(own) != 1 for own in (*each, one)):
@@ -285,11 +297,11 @@ def _counts_of_ranks(several: Run, alone: Run, step: Step) -> list[float] | None
     losses = [float(sum(record["losses"])) for record in step.ranks]
     for nodes in zip(*(own[0] for own in (*each, one)), strict=False):
         *counts, whole = (value for _, value in nodes)
-        if None in (*counts, whole) or len(set(counts)) < 2 or sum(counts) != whole:
+        if None in (*counts, whole) or len(set(counts)) < 2 or not math.isclose(sum(counts), whole, rel_tol=_SAME):
             continue
         made = math.fsum(n * loss for n, loss in zip(counts, losses, strict=True)) / whole
         if abs(made - step.losses[1]) <= _SAME * max(abs(made), abs(step.losses[1])):
-            return [float(n) for n in counts]
+            return nodes[0][0], [float(n) for n in counts]
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.doctor.rules import Severity
 from paceline.doctor.watching.records import Place
 
 __all__ = ["Comparison", "Shown"]
@@ -19,13 +20,14 @@ class Shown:
         ids: the rules that it may be, most specific first; evidence for the first one that was found.
         evidence: in a sentence.
         place: where it is, if the numbers prove that it is the first of ``ids``; ``None``: they only agree with it.
-        message: what is wrong there.
+        message: what is wrong there; ``severity``: where that is less bad than the rule.
     """
 
     ids: tuple[str, ...]
     evidence: str
     place: Place | None = None
     message: str = ""
+    severity: Severity | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ def proven(comparison: Comparison, findings: Collection[Finding]) -> Iterator[Fi
                 line=shown.place.line,
                 message=shown.message,
                 evidence=shown.evidence,
+                severity=shown.severity,
                 confidence="certain",
                 seen="run",
             )

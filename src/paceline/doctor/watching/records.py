@@ -20,6 +20,7 @@ __all__ = [
     "KINDS",
     "LASTING",
     "MEETINGS",
+    "WEIGHTED",
     "Account",
     "Place",
     "Record",
@@ -65,7 +66,8 @@ KINDS: dict[str, str] = {
     "overwritten": "DDP's broadcast changed buffers that are not of a batch norm: ddp, names, before, after",
     "around": "a module inside a DDP is called, not through it: ddp, module",
     "no-sync": "a no_sync context, until it is left: ddp",
-    "backward": "autograd runs: roots (names of the loss's last functions and what it was divided by), onto (whether "
+    "backward": "autograd runs: roots (names of the loss's last functions and what it was divided by; with `WEIGHTED` "
+    "behind it, by the weights of the samples' classes), onto (whether "
     "there were gradients that it adds to), reached (by DDP whose gradients changed)",
     "optimizer": "an optimizer is made: optimizer, name",
     "step": "an optimizer steps: optimizer, and what `probe.optimizers` tells: alike (by parameter, when it "
@@ -103,6 +105,9 @@ KINDS: dict[str, str] = {
     "failed": "what record `of` told of has raised",
 }
 
+
+WEIGHTED = " of weighted classes"
+"""Behind the name of a loss in ``roots``."""
 
 LASTING = frozenset(
     {"init", "wrap", "forward", "no-sync", "backward", "step", "collective", "wait", "destroy", "sleep"}

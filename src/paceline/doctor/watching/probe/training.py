@@ -14,6 +14,7 @@ import torch
 from paceline.doctor.watching.probe import digests
 from paceline.doctor.watching.probe.hooking import Call, Hooked
 from paceline.doctor.watching.probe.recorder import Recorder
+from paceline.doctor.watching.records import WEIGHTED
 
 __all__ = ["TABLE", "Replicas", "replicas", "watch_modules"]
 
@@ -300,7 +301,7 @@ def _root(tensor: Any, *, weighted: bool) -> list[list[Any]]:
         if node is None:
             continue
         name = node.name()
-        told.append([name, _divisor(node, name)])
+        told.append([f"{name}{WEIGHTED}" if _is_weighted(node) else name, _divisor(node, name)])
         if name in _PASSING:
             pending += [following for following, _ in node.next_functions]
     return told
@@ -326,11 +327,14 @@ def _divisor(node: Any, name: str) -> float | None:
         value = node._saved_other
     elif getattr(node, "_saved_reduction", None) == _MEAN:  # of a loss
         value = node._saved_total_weight if hasattr(node, "_saved_total_weight") else node._saved_self.numel()
-        if getattr(node, "_saved_weight", None) is not None:
-            value = 1.0  # where classes have weights, their sum is no count of samples
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
+
+
+def _is_weighted(node: Any) -> bool:
+    """Whether a loss takes a mean in which classes have weights: it divides by their sum, which is no count."""
+    return getattr(node, "_saved_weight", None) is not None and getattr(node, "_saved_reduction", None) == _MEAN
 
 
 _MEAN = 1
