@@ -76,7 +76,11 @@ def examine(
     if not was_read.looked:
         return Examination(findings=(), notes=was_read.notes, cannot="; ".join(was_read.notes))
     try:
-        watched = watch(script, arguments, limits, tell=tell) if limits is not None else Watched()
+        watched = (
+            watch(script, arguments, limits, circumstances=was_read.circumstances, tell=tell)
+            if limits is not None
+            else Watched()
+        )
     except UsageError as error:
         if not was_read.findings:
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.doctor.findings import Finding, Obeyed
-from paceline.doctor.lines import named, shown
+from paceline.doctor.lines import Circumstances, named, shown
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, wants_gpus
 from paceline.doctor.watching.launching import rank_option
@@ -41,12 +41,18 @@ class Watched:
 
 
 def watch(
-    script: Path, arguments: Sequence[str], limits: Limits, *, tell: Callable[[str], None] | None = None
+    script: Path,
+    arguments: Sequence[str],
+    limits: Limits,
+    *,
+    circumstances: Circumstances,
+    tell: Callable[[str], None] | None = None,
 ) -> Watched:
     """Runs ``script`` under a few ranks and judges what they did. No process is left behind.
 
     Args:
         arguments: of the script.
+        circumstances: what reading has understood of its lines.
         tell: is told how far the ranks are, whenever that changes.
     """
     deadline_s = time.monotonic() + limits.timeout_s
@@ -54,7 +60,7 @@ def watch(
     run = _run(script, arguments, limits, deadline_s, gpus, tell)
     if gpus == "mapped" and wants_gpus(run) and time.monotonic() < deadline_s:
         run = _run(script, arguments, limits, deadline_s, "pretended", tell)
-    verdict = judge(run)
+    verdict = judge(replace(run, circumstances=circumstances))
     notes, cannot = verdict.notes, verdict.cannot
     if any(run.all("device")):
         notes = ("the script asks for GPUs: the run pass did on the CPU what it asks of them", *notes)
