@@ -45,14 +45,14 @@ def watch(
     arguments: Sequence[str],
     limits: Limits,
     *,
-    circumstances: Circumstances,
+    circumstances: Circumstances | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Watched:
     """Runs ``script`` under a few ranks and judges what they did. No process is left behind.
 
     Args:
         arguments: of the script.
-        circumstances: what reading has understood of its lines.
+        circumstances: what reading has understood of its lines; ``None``: it was not read.
         tell: is told how far the ranks are, whenever that changes.
     """
     deadline_s = time.monotonic() + limits.timeout_s
@@ -60,7 +60,7 @@ def watch(
     run = _run(script, arguments, limits, deadline_s, gpus, tell)
     if gpus == "mapped" and wants_gpus(run) and time.monotonic() < deadline_s:
         run = _run(script, arguments, limits, deadline_s, "pretended", tell)
-    verdict = judge(replace(run, circumstances=circumstances))
+    verdict = judge(replace(run, circumstances=circumstances or Circumstances()))
     notes, cannot = verdict.notes, verdict.cannot
     if any(run.all("device")):
         notes = ("the script asks for GPUs: the run pass did on the CPU what it asks of them", *notes)
