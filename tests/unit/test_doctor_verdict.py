@@ -46,6 +46,17 @@ BEFORE: dict[str, tuple[Callable[[Told], object], Stopped, str | None]] = {
         "RuntimeError: no NVIDIA driver",
     ),
     "a failure of which nothing was told": (lambda told: failed(told, "ValueError", None), "ended", "ValueError"),
+    "a loader worker": (
+        lambda told: failed(
+            told,
+            "ValueError",
+            "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            + 9 * '  File "/usr/lib/python3/site-packages/torch/utils/data/fetch.py", line 1, in fetch\n'
+            + "ValueError: bad image\n",
+        ),
+        "ended",
+        "ValueError: Caught ValueError in DataLoader worker process 0. ... ValueError: bad image",
+    ),
     "time": (lambda told: told.tell("loader", loader=0), "time", "time was up before the first optimizer step"),
     "ranks of its own": (lambda told: told.tell("spawn", count=1), "spawned", "starts processes of its own"),
     "a hang": (lambda told: told.meets("barrier", 3, over=False), "hang", "no rank got on any more: rank 0 stands at"),

@@ -181,7 +181,7 @@ def _failure(run: Run) -> str | None:
 
 
 def _reason(account: Account, error: Record | None) -> str:
-    text = str(error["text"] or "").strip()[:300] if error is not None else ""
+    text = _without_traceback(str(error["text"] or "").strip())[:300] if error is not None else ""
     if error is not None and not (error["type"] == "SystemExit" and text.isdigit()):
         return f"{error['type'] or 'an exception'}: {text}" if text else str(error["type"] or "an exception")
     code = int(text) if text else account.code or 0
@@ -190,6 +190,12 @@ def _reason(account: Account, error: Record | None) -> str:
         how += " (SIGKILL), as the kernel does when memory runs out"
     last = account.tail.strip().rpartition("\n")[2][:200]
     return f"{how}; its last line: {last}" if last else how
+
+
+def _without_traceback(text: str) -> str:
+    """What an exception says that hands on another one, as of a loader worker: its first line and what it ends with."""
+    lines = text.splitlines()
+    return f"{lines[0]} ... {lines[-1]}" if "Traceback (most recent call last)" in text else text
 
 
 def _stands(account: Account) -> str:
