@@ -72,10 +72,12 @@ def read(script: Path) -> Read:
         try:
             reader.walk()
         except RecursionError:
+            reader.trace.whole = False
             notes.append(f"{script}: nested too deeply; read in part")
         except Exception as error:  # whatever a script may hold: what was read until then still counts
+            reader.trace.whole = False
             notes.append(f"{script}: {CANNOT} ({type(error).__name__}: {error}); read in part")
-        if reader.steps_left <= 0:
+        if not reader.trace.whole and not any("read in part" in note for note in notes):
             notes.append(f"{script}: too long to follow everywhere; read in part")
         reader.trace.until_s = time.monotonic() + ASKING_S
         findings, unjudged = judged(reader.trace)

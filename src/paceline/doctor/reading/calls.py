@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from paceline.doctor.reading.knowledge import (
     may_agree,
     speaks_of_ranks,
 )
-from paceline.doctor.reading.machine import Class, Frame, Function, Scope, Started
+from paceline.doctor.reading.machine import HARD_PRESSED, Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.meaning import content
 from paceline.doctor.reading.objects import bound, class_field, method_of
+from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.trace import Call
 from paceline.doctor.reading.values import NONE, VARYING, Known, Value
 
@@ -35,6 +37,10 @@ _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", 
 
 class Calls(Instances):
     """Calls of all kinds."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self._times_read: Counter[int] = Counter()
 
     def call(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         if {"test", "if", "else"} <= function.fields.keys() and function.options:
@@ -278,6 +284,9 @@ class Calls(Instances):
     ) -> Value:
         code: Function = function.code
         running = sum(frame.code is code.node for frame in self.frames)
+        if self._is_read_enough(code.node):
+            self.trace.whole = False
+            return Value(labels=carried([*arguments, *keywords.values()]))
         if len(self.frames) >= MAX_FRAMES or running >= 2 or not self.spend():
             return Value(labels=carried([*arguments, *keywords.values()]))
         if code.owner is not None and code.flavour != "static":
@@ -289,6 +298,11 @@ class Calls(Instances):
             return Value("lazy", labels, function.name, code=Started(code, scope, tuple(self.loops)))
         call = Call(self.path, node, code.owner)
         return self._run(code, scope, call=call)[0]
+
+    def _is_read_enough(self, node: ast.AST) -> bool:
+        """Whether a function has been read often, and there is little time left."""
+        self._times_read[id(node)] += 1
+        return self._times_read[id(node)] > 3 and self.is_short(HARD_PRESSED)
 
     def _run(
         self,

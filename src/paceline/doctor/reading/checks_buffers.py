@@ -29,7 +29,7 @@ def _own_batch_norms(trace: Trace, wrap: Event) -> list[Value]:
     return [part for part in modules_in(wrap.argument("module")) if part.name.startswith("torch.nn.BatchNorm")]
 
 
-@rule_check("buffers-not-synced")
+@rule_check("buffers-not-synced", by_absence=True)
 def buffers_not_synced(trace: Trace) -> Iterator[Found]:
     saved = any(0 not in event.ranks or not event.on_some_ranks for event in trace.of("save"))
     evaluated = saved or any(not event.with_grad for event in trace.of("forward"))  # rank 0's own would be saved anyway

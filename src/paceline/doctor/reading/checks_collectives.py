@@ -17,7 +17,7 @@ __all__: list[str] = []
 # --- what only some ranks come to
 
 
-@rule_check("rank-conditional-collective")
+@rule_check("rank-conditional-collective", by_absence=True)
 def rank_conditional_collective(trace: Trace) -> Iterator[Found]:
     alone, _ = _unmatched(_of_the_whole_group(trace))
     for event in alone:
@@ -30,7 +30,7 @@ def rank_conditional_collective(trace: Trace) -> Iterator[Found]:
         )
 
 
-@rule_check("collective-order-differs")
+@rule_check("collective-order-differs", by_absence=True)
 def collective_order_differs(trace: Trace) -> Iterator[Found]:
     _, crossed = _unmatched(_of_the_whole_group(trace))
     if crossed is not None:
@@ -59,7 +59,7 @@ def _goes_through_a_set(loop: Loop) -> bool:
     return over.kind in ("list", "dict") and "hash-order" in over.labels
 
 
-@rule_check("rank-conditional-ddp-forward")
+@rule_check("rank-conditional-ddp-forward", by_absence=True)
 def rank_conditional_ddp_forward(trace: Trace) -> Iterator[Found]:
     wraps = {id(wrap.result): wrap for wrap in trace.of("wrap")}
     calls = [e for e in trace.of("forward") if e.subject.of_kind("ddp") is not None and not e.inside]

@@ -53,7 +53,7 @@ def _rounds(loop: Loop) -> str | None:
 def _rounds_of_pieces(loop: Loop) -> str | None:
     """As that, where each rank goes through the pieces of its own samples: the words of its documents."""
     count = loop.count
-    ragged = count is not None and count.known is None and "own-size" in count.labels and count.varies
+    ragged = count is not None and count.known is None and {"own-size", "data"} <= count.labels
     return "as often as its own samples have pieces" if ragged else None
 
 

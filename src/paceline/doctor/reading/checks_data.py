@@ -22,7 +22,7 @@ from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value, words
 __all__: list[str] = []
 
 
-@rule_check("missing-set-epoch")
+@rule_check("missing-set-epoch", by_absence=True)
 def missing_set_epoch(trace: Trace) -> Iterator[Found]:
     for loader, event in trained_loaders(trace):
         epochs = [loop for loop in event.loops if loop.repeats and loader not in loaders_in(loop.over)]

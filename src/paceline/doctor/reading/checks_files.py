@@ -158,7 +158,7 @@ def _was_never_saved(trace: Trace, load: Event) -> bool:
     return isinstance(name, str) and bool(saved) and all(isinstance(path, str) and path != name for path in saved)
 
 
-@rule_check("load-without-barrier")
+@rule_check("load-without-barrier", by_absence=True)
 def load_without_barrier(trace: Trace) -> Iterator[Found]:
     for save in trace.of("save"):
         if not save.on_some_ranks:
@@ -173,7 +173,7 @@ def load_without_barrier(trace: Trace) -> Iterator[Found]:
                 )
 
 
-@rule_check("resume-on-one-rank")
+@rule_check("resume-on-one-rank", by_absence=True)
 def resume_on_one_rank(trace: Trace) -> Iterator[Found]:
     wraps = wrapped(trace)
     for event in trace.of("load_state"):

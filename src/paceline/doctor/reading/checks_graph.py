@@ -22,7 +22,7 @@ __all__: list[str] = []
 # --- parts that take no part
 
 
-@rule_check("unused-parameters")
+@rule_check("unused-parameters", by_absence=True)
 def unused_parameters(trace: Trace) -> Iterator[Found]:
     for wrap in _judgeable(trace):
         if any(wrap.arguments.get(name, NONE).default not in (None, False) for name in _LENIENT):
@@ -54,7 +54,7 @@ def static_graph_changes(trace: Trace) -> Iterator[Found]:
             yield Found(wrap, f"`static_graph=True`, but `self.{name}` takes part in some steps only")
 
 
-@rule_check("find-unused-unneeded")
+@rule_check("find-unused-unneeded", by_absence=True)
 def find_unused_unneeded(trace: Trace) -> Iterator[Found]:
     for wrap in _judgeable(trace):
         looks = wrap.arguments.get("find_unused_parameters", NONE).only is True

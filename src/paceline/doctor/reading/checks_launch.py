@@ -74,7 +74,7 @@ def _casts(event: Event) -> bool:
     return any(isinstance(part, ast.Attribute) and part.attr == "dtype" for part in first)
 
 
-@rule_check("cuda-device-not-set")
+@rule_check("cuda-device-not-set", by_absence=True)
 def cuda_device_not_set(trace: Trace) -> Iterator[Found]:
     chosen = {event.name for event in trace.of("environment")}
     if not trace.any("init") or trace.any("set_device") or "CUDA_VISIBLE_DEVICES" in chosen:
@@ -174,7 +174,7 @@ def spawn_under_torchrun(trace: Trace) -> Iterator[Found]:
             )
 
 
-@rule_check("group-not-destroyed")
+@rule_check("group-not-destroyed", by_absence=True)
 def group_not_destroyed(trace: Trace) -> Iterator[Found]:
     inits = list(trace.of("init"))
     if inits and not trace.any("destroy") and "torch.distributed.destroy_process_group" not in trace.names:

@@ -172,7 +172,7 @@ def _is_twin(subject: Value, other: Value) -> bool:
     return module is not other and (same_class or (bool(module.name) and module.name == other.name))
 
 
-@rule_check("not-distributed")
+@rule_check("not-distributed", by_absence=True)
 def not_distributed(trace: Trace) -> Iterator[Found]:
     steps = list(trace.of("step"))
     yield from _meets_under_another_launcher_only(trace)

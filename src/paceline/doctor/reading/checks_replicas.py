@@ -25,7 +25,7 @@ from paceline.doctor.reading.values import NONE, Value, words
 __all__: list[str] = []
 
 
-@rule_check("replicas-start-different")
+@rule_check("replicas-start-different", by_absence=True)
 def replicas_start_different(trace: Trace) -> Iterator[Found]:
     if not reduces_gradients(trace) or any(name.rpartition(".")[2] in _WEIGHTS_AS_ONE for name in trace.names):
         return
@@ -65,7 +65,7 @@ def _broadcast_before_training(trace: Trace) -> bool:
     )
 
 
-@rule_check("replicas-diverged")
+@rule_check("replicas-diverged", by_absence=True)
 def replicas_diverged(trace: Trace) -> Iterator[Found]:
     yield from _weights_changed_apart(trace)
     yield from _went_back_apart(trace)

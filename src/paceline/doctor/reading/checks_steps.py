@@ -255,7 +255,8 @@ def loss_scaled_by_world_size(trace: Trace) -> Iterator[Found]:
         if scaled and not labels & {"reduced", "gathered", "over-global-count"}:
             yield Found(event, "this loss is scaled by the world size, and DDP averages gradients over ranks already")
 
-    yield from _summed_over_ranks(trace)
+    if trace.whole:  # it speaks of a division that is missing
+        yield from _summed_over_ranks(trace)
 
 
 def _summed_over_ranks(trace: Trace) -> Iterator[Found]:

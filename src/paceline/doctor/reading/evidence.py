@@ -79,13 +79,14 @@ RULE_CHECKS: Final[dict[str, Check]] = {}
 """By id of the rule: what looks for it in a trace."""
 
 
-def rule_check(rule: str) -> Callable[[Callable[[Trace], Iterable[Found]]], Check]:
-    """Makes a function the one that looks for a rule; it bears the rule's name."""
+def rule_check(rule: str, *, by_absence: bool = False) -> Callable[[Callable[[Trace], Iterable[Found]]], Check]:
+    """Makes a function the one that looks for a rule; it bears the rule's name. ``by_absence``: it speaks of what is
+    missing, and so only if all of the script could be read."""
 
     def register(check: Callable[[Trace], Iterable[Found]]) -> Check:
         @functools.wraps(check)
         def findings(trace: Trace) -> Iterator[Finding]:
-            return (found.told(rule) for found in check(trace))
+            return (found.told(rule) for found in (check(trace) if trace.whole or not by_absence else ()))
 
         RULE_CHECKS[rule] = findings
         return findings
@@ -122,7 +123,11 @@ def _is_a_count(value: Value) -> bool:
     """Of ``if not batches``: whether it asks how many there are, which does not depend on what is in them."""
     if value.name == "not" and value.items:
         return _is_a_count(value.items[0])
-    return value.kind in ("list", "tuple", "set", "dict") and "own-size" not in value.labels
+    if "of" in value.fields and "size" in value.labels:
+        return True  # `is None`, of what is None where something is empty
+    if value.options and any(True for _ in value.each()):
+        return all(map(_is_a_count, value.each()))
+    return value.kind in ("batch", "list", "tuple", "set", "dict") and "own-size" not in value.labels
 
 
 def opposite(event: Event, other: Event) -> bool:

@@ -120,9 +120,7 @@ def labelled(value: Value, labels: frozenset[str]) -> Value:
 
 def joined(values: Iterable[Value], labels: Iterable[str] = ()) -> Value:
     """One of these values, nothing says which; ``labels`` is what it depends on which."""
-    options: list[Value] = []
-    for value in values:
-        options += [option for option in value.options or (value,) if all(option is not other for other in options)]
+    options = list({id(option): option for value in values for option in value.options or (value,)}.values())
     if not options:
         return Value(labels=frozenset(labels))
     extra = frozenset(labels)

@@ -24,6 +24,13 @@ MAX_STEPS: Final = 240_000
 """How many expressions are evaluated, all together. DETR's training script, the most intricate public one that was
 looked at, takes 191 thousand, in 4 s."""
 
+HURRIED: Final = 0.5
+"""Once less than this share of the steps is left, loops are gone round once only."""
+
+HARD_PRESSED: Final = 0.25
+"""And then functions that have been read three times are not read again: better a whole script in outline than its
+beginning in detail."""
+
 MAX_EVENTS: Final = 10_000
 """The same script has 436; each rule goes through all of them, some once for each."""
 
@@ -173,11 +180,17 @@ class Machine(ABC):
         self._numbers += 1
         return self._numbers
 
+    def is_short(self, share: float) -> bool:
+        """Whether less than that share of all steps is left."""
+        return self.steps_left < share * MAX_STEPS
+
     def spend(self) -> bool:
         """Takes one step of those that are left; ``False``: none is, or the time is over."""
         self.steps_left -= 1
         if self.steps_left % 64 == 0:
             self.look_at_the_clock()
+        if self.steps_left <= 0:
+            self.trace.whole = False
         return self.steps_left > 0
 
     def look_at_the_clock(self) -> None:

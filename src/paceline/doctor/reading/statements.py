@@ -11,7 +11,7 @@ from typing import Final
 from paceline.doctor.reading.definitions import Definitions
 from paceline.doctor.reading.expressions import count_of
 from paceline.doctor.reading.flows import tested
-from paceline.doctor.reading.machine import Class, Flow, Started
+from paceline.doctor.reading.machine import HURRIED, Class, Flow, Started
 from paceline.doctor.reading.objects import bound, loaders_in, method_of
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.trace import Loop
@@ -232,7 +232,11 @@ class Reader(Definitions):
         before = dict(self.frame.scope.names)
         with self.looping(loop):
             flow = once()
-        if flow is not None or not (self._names_changed(before) or self._fields_changed(mark)):
+        if (
+            flow is not None
+            or self.is_short(HURRIED)
+            or not (self._names_changed(before) or self._fields_changed(mark))
+        ):
             self._changes[place] = {}
             return flow
         del self.trace.events[first:]

@@ -191,6 +191,7 @@ class Trace:
     Args:
         names: full dotted names of APIs that the script looks up.
         variables: environment variables that it reads.
+        whole: whether all of the script was read, or as good as that.
         reads: by identity of a module its fields that a forward looked at, and whether it always does.
         until_s: when, by the monotonic clock, there is no more time for questions; ``None``: never.
     """
@@ -198,6 +199,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
+    whole: bool = True
     reads: dict[int, dict[str, bool]] = field(default_factory=dict)
     until_s: float | None = None
     _kept: dict[int, Value] = field(default_factory=dict)
