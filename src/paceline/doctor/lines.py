@@ -152,12 +152,8 @@ class Circumstances:
     ways: Mapping[Line, Mapping[tuple[Line, ...], tuple[Asked, ...]]] = field(default_factory=dict)
 
     def around(self, way: Sequence[Line]) -> tuple[Asked, ...] | None:
-        """The conditions on the way that has most in common with this one; ``None``: reading never came here."""
+        """The conditions on this way, as far outwards as it is known; ``None``: reading has not come this way."""
         known = self.ways.get(head_of(*way[0]), {}) if way else {}
         lines = [head_of(*line) for line in way] if known else []
-        return max(known.items(), key=lambda one: _common(one[0], lines), default=((), None))[1]
-
-
-def _common(way: Sequence[Line], other: Sequence[Line]) -> int:
-    """How many lines both have in common, from the innermost on."""
-    return next((n for n, (a, b) in enumerate(zip(way, other, strict=False)) if a != b), min(len(way), len(other)))
+        alike = (asked for own, asked in known.items() if all(a == b for a, b in zip(own, lines, strict=False)))
+        return next(alike, None)
