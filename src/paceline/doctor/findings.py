@@ -35,8 +35,8 @@ class Finding:
         severity: where this case is less bad than the rule's others; ``None``: it is as bad.
         also: other lines, by path, at which this very mistake may be named: a loader is made at one, and looped over at
             another.
-        stands_in: the run does not see the line of the mistake, and names one near it: where DDP or the optimizer is
-            made. Reading, if it has found it too, knows better.
+        stands_in: the run does not see the line of the mistake, and names one near it: where DDP, the optimizer or the
+            loader is made. Reading, if it has found it too, knows better.
         seen: whether it was read in the source or watched in a run.
         span: of what was watched: when that began and was over (infinity: never), by the run's clock; ``None``: it is
             not known.

@@ -233,6 +233,7 @@ def dataset_order_differs(run: Run) -> Iterator[Finding]:
                 samplers[0].place,
                 "the ranks' datasets have different lengths",
                 f"{', '.join(map(str, sizes))} samples on ranks 0 to {run.world - 1}",
+                stands_in=True,
             )
             return
     if any(r["where"] == "fetch" for r in run.all("draw")):
@@ -254,6 +255,7 @@ def dataset_order_differs(run: Run) -> Iterator[Finding]:
                     loader.place,
                     "the ranks' datasets hold the same samples in different orders",
                     told,
+                    stands_in=True,
                 )
                 return
 
