@@ -210,7 +210,9 @@ def _meets_under_another_launcher_only(trace: Trace) -> Iterator[Found]:
 
 
 def _is_of_another_launcher(condition: Condition) -> bool:
-    return "other-launcher" in condition.value.labels and "environment" not in condition.value.labels
+    """Whether nothing else decides: no option, and none of torchrun's variables."""
+    labels = condition.value.labels
+    return "other-launcher" in labels and not labels & {"environment", "config", "partly"}
 
 
 _LAUNCHERS = words("accelerate lightning pytorch_lightning deepspeed horovod ray ignite transformers")

@@ -88,7 +88,7 @@ def _multiplied(left: frozenset[str], right: frozenset[str]) -> frozenset[str]:
 
 
 def _remainder(left: Value, right: Value) -> frozenset[str]:
-    labels = labels_of((left, right))
+    labels = labels_of((left, right)) - {"global_rank"}  # by the number of GPUs, say, on each machine
     if "devices" in right.labels:
         labels |= {"modulo-devices"}
     counts = "counter" in left.labels or (left.known is not None and left.known.loop is not None)
