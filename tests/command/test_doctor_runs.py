@@ -255,7 +255,7 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
     told, _ = watched(
         "import os, torch, torch.distributed as dist\nassert torch.cuda.is_available()\n"
         "dist.init_process_group('nccl')\nlocal = int(os.environ['LOCAL_RANK'])\ntorch.cuda.set_device(local)\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.SyncBatchNorm(1)).cuda()\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.SyncBatchNorm(1)).to(local)\n"
         "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local])\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nscaler = torch.amp.GradScaler('cuda')\n"
         "for _ in range(2):\n    with torch.autocast('cuda'):\n"

@@ -8,6 +8,7 @@ Whether there are any is answered with no, as before, unless the script does not
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
@@ -50,7 +51,9 @@ def put_on_cpu(recorder: Recorder, *, local_rank: int, ranks: int, pretending: b
             if hasattr(module, name) and (pretending or name not in _WHETHER_THERE):
                 to_all = module is torch.cuda
                 setattr(module, name, answer if to_all else _to_users(recorder, getattr(module, name), answer))
-    cast(Any, torch.Tensor).record_stream = _constant(None)  # a stream of ours is refused before it comes to the mode
+    # Both are refused in C, before they come to the mode: a stream of ours, and a number for a device.
+    cast(Any, torch.Tensor).record_stream = _constant(None)
+    cast(Any, torch.nn.Module).to = _to_cpu(torch.nn.Module.to, devices)
     norm, ddp = cast(Any, torch.nn.SyncBatchNorm), cast(Any, torch.nn.parallel.DistributedDataParallel)
     # Both refuse the CPU, and shall where the script uses it by itself. The same without the others' samples:
     norm.forward = devices.if_used(torch.nn.BatchNorm1d.forward, else_call=norm.forward)
@@ -112,6 +115,17 @@ def _moved(value: Any, tell: Callable[[Any], None], *, named: bool, numbered: bo
     return torch.device("cpu")
 
 
+def _to_cpu(function: Callable[..., Any], devices: _Devices) -> Callable[..., Any]:
+    """``module.to(0)``; what else is a GPU is seen to by the mode, tensor by tensor."""
+
+    @functools.wraps(function)
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        first = [_moved(arg, devices.tell, named=False, numbered=True) for arg in args[:1] if isinstance(arg, int)]
+        return function(module, *first, *args[len(first) :], **kwargs)
+
+    return to
+
+
 _WHETHER_THERE = frozenset({"is_available", "device_count", "current_accelerator"})
 
 
@@ -137,6 +151,8 @@ def _answers(devices: _Devices, ranks: int) -> dict[Any, dict[str, Callable[...,
         "get_device_name": _constant("CPU"),
         "get_device_properties": _constant(properties),
         "get_device_capability": _constant((8, 0)),
+        "get_arch_list": _constant(["sm_80"]),
+        "init": _constant(None),
         "is_bf16_supported": _constant(True),
         "mem_get_info": _constant((8 << 30, 16 << 30)),
         "memory_summary": _constant(""),
