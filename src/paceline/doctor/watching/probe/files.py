@@ -164,7 +164,8 @@ def _line_printed(call: Call) -> Generator[None, Any, None]:
     if places:
         _printed[places] += 1
         if _printed[places] <= _LINES:
-            call.recorder.tell("print", places=places, text=" ".join(str(value) for value in call.args)[:120])
+            text = " ".join(str(value) for value in call.args)
+            call.recorder.tell("print", places=places, text=call.recorder.shown(text[:1000])[:120])
     yield
 
 
