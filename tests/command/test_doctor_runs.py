@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.doctor.reading import read
 from paceline.doctor.watching import Limits, Watched, watch
 
 COMPUTES = """
@@ -93,7 +94,8 @@ def write(source: str, name: str = "train.py") -> Path:
 
 def watched(source: str, *arguments: str, steps: int = 20, timeout_s: float = 120.0) -> tuple[Watched, float]:
     began_s = time.monotonic()
-    told = watch(write(source), arguments, Limits(steps=steps, timeout_s=timeout_s))
+    script, limits = write(source), Limits(steps=steps, timeout_s=timeout_s)
+    told = watch(script, arguments, limits, circumstances=read(script).circumstances)
     return told, time.monotonic() - began_s
 
 

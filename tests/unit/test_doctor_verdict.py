@@ -61,6 +61,7 @@ BEFORE: dict[str, tuple[Callable[[Told], object], Stopped, str | None]] = {
     "ranks of its own": (lambda told: told.tell("spawn", count=1), "spawned", "starts processes of its own"),
     "a hang": (lambda told: told.meets("barrier", 3, over=False), "hang", "no rank got on any more: rank 0 stands at"),
     "gone": (lambda told: setattr(told.account, "code", 0), "ended", "the ranks left by os._exit or the like"),
+    "nothing at all": (lambda told: told.tell("end", code=0), "ended", "it did not train"),
     "nothing to step": (lambda told: told.tell("end", code=0), "ended", None),
 }
 
@@ -70,6 +71,8 @@ def test_silence_means_nothing_where_nothing_could_be_seen(case: str, tmp_path: 
     does, stopped, says = BEFORE[case]
     ranks = two(tmp_path / "train.py")
     for one in ranks:
+        if case == "nothing at all":
+            one.account.records.clear()
         does(one)
     verdict = judge(run_of(*ranks, stopped=stopped))
     if says is None:

@@ -226,10 +226,12 @@ def _how(step: Step, gap: Gap) -> str:
 def _share(difference: float) -> str:
     """As it is told of something relative.
 
-    >>> _share(0.314), _share(float("inf"))
-    ('31 %', 'beyond measure')
+    >>> _share(0.00314), _share(1.314), _share(float("inf"))
+    ('0.31 %', '131 %', 'beyond measure')
     """
-    return f"{100 * difference:.2g} %" if difference < 100 else "beyond measure"
+    if difference >= 100:
+        return "beyond measure"
+    return f"{100 * difference:.2g} %" if difference < 1 else f"{100 * difference:.0f} %"
 
 
 def _is_factor(gap: Gap, expected: float | None = None) -> bool:

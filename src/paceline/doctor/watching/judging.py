@@ -134,6 +134,8 @@ def _cannot(run: Run) -> Iterator[str]:
         yield "time was up before the first optimizer step; --timeout gives more"
     elif failure is None and not any(True for _ in run.all("end")):
         yield "the ranks left by os._exit or the like, before their first optimizer step"
+    elif failure is None and not any(True for _ in run.all("init", "wrap", "collective")):
+        yield "the script came to its end without a process group and without an optimizer step: it did not train"
 
 
 def _limits(run: Run) -> Iterator[str]:
