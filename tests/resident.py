@@ -2,8 +2,8 @@
 
 A command is a process of its own as if its user had started it: a session, a working directory, an environment, output
 in files, an exit code. Two imports are saved, its own and that of the template from which it forks its workers: the
-template is forked too. What a fresh interpreter would do otherwise is little (it hashes strings by another key), and
-each module of tests starts some commands anew; see `driving.start`.
+template is forked too, and so are the workers of torchrun. What a fresh interpreter would do otherwise is little (it
+hashes strings by another key), and each module of tests starts some commands anew; see `driving.start`.
 
 Run as a program, this file is the process that commands are forked from.
 """
@@ -11,6 +11,7 @@ Run as a program, this file is the process that commands are forked from.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -84,6 +85,11 @@ class Forked:
 class Resident:
     """The process that commands are forked from. A context: it ends with it."""
 
+    def __init__(self, requests: socket.socket | None = None) -> None:
+        """``requests``: of one that runs already."""
+        if requests is not None:
+            self._requests = requests
+
     def __enter__(self) -> Resident:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -104,8 +110,8 @@ class Resident:
         """A command that has started.
 
         Args:
-            words: what stands behind ``python``: ``-m paceline`` and its words, ``-c`` and a program, or a script and
-                its arguments.
+            words: what stands behind ``python``: ``-m paceline`` or ``-m torch.distributed.run`` and its words, ``-c``
+                and a program, or a script and its arguments.
             cwd: where it runs.
             environ: its whole environment.
             out: the file of what it prints; made, or added to.
@@ -116,8 +122,31 @@ class Resident:
         with theirs, os.fdopen(os.memfd_create("request"), "w", encoding="utf-8") as request:  # of any size
             json.dump(told, request)
             request.flush()
-            socket.send_fds(self._requests, [b"command"], [theirs.fileno(), request.fileno()])
+            descriptors = [theirs.fileno(), request.fileno(), self._requests.fileno()]
+            socket.send_fds(self._requests, [b"command"], descriptors)
         return Forked(ours)
+
+
+class Nested(Forked):
+    """A worker that torchrun has started: what torchrun uses of a `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        resident: Resident,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        stdout: None,
+        stderr: None,
+        start_new_session: bool,
+    ) -> None:
+        assert args[0] == sys.executable and start_new_session
+        out, err = (Path(f"/proc/self/fd/{number}").readlink() for number in (1, 2))
+        self.__dict__ |= resident.start(args[1:], Path.cwd(), env, out, err).__dict__
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._link], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("", timeout or 0.0)
+        return super().wait()
 
 
 def serve(requests: socket.socket) -> Any:
@@ -139,30 +168,31 @@ def serve(requests: socket.socket) -> Any:
             os.close(ended)
         if requests not in ready:
             continue
-        message, descriptors, *_ = socket.recv_fds(requests, 16, 2, socket.MSG_CMSG_CLOEXEC)
+        message, descriptors, *_ = socket.recv_fds(requests, 16, 3, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return 0
-        link, request = descriptors
+        link, request, again = descriptors
         command = os.fork()
         if command == 0:
             break
         running[os.pidfd_open(command)] = command, link
         os.close(request)
-        os.write(link, str(command).encode())
+        os.close(again)
     requests.close()
+    os.setsid()
+    os.write(link, str(os.getpid()).encode())
     os.close(link)
     for descriptor, (_, others) in running.items():
         os.close(descriptor)
         os.close(others)
-    return run(request)
+    return run(request, again)
 
 
-def run(request: int) -> Any:
-    """A command's life."""
+def run(request: int, requests: int) -> Any:
+    """A command's life. What torchrun starts is forked from the same process, to which ``requests`` lead."""
     with os.fdopen(request, encoding="utf-8") as file:
         file.seek(0)
         words, cwd, environ, out, err = json.load(file)
-    os.setsid()
     os.chdir(cwd)
     for descriptor, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -175,6 +205,9 @@ def run(request: int) -> Any:
 
         torch.set_num_threads(int(threads))
     sys.path[:1] = [cwd, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if words[0] == "-u":
+        del words[0]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.argv[:] = words
     me = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -183,15 +216,25 @@ def run(request: int) -> Any:
         return run_template(me, theirs)
     theirs.close()
     adopt(template, ours)
+    again = socket.socket(fileno=requests)
     match words:
+        case ["-m", "torch.distributed.run", *rest]:
+            from torch.distributed import run as torchrun
+            from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+            subprocess_handler.Popen = functools.partial(Nested, Resident(again))  # type: ignore[assignment, attr-defined]
+            torchrun.main(rest)
         case ["-m", "paceline", *rest]:
             from paceline.cli import main
 
             sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
+            again.close()
             finish(main())  # which has not imported torch, when it starts by itself
         case ["-c", program]:
+            again.close()
             exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         case _:
+            again.close()
             sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(words[0], run_name="__main__")
     return 0

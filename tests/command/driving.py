@@ -29,6 +29,7 @@ __all__ = [
     "result",
     "script",
     "start",
+    "torchrun",
     "wait_for",
     "write_tiny",
 ]
@@ -192,6 +193,12 @@ def script(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew:
     anew = anew or not _resident or "--execution.memory" in words
     resident = None if anew else _resident[-1]
     return Started([sys.executable, *words], cwd, extra, resident=resident)
+
+
+def torchrun(workers: int, *words: str, cwd: Path, extra: Mapping[str, str] | None = None) -> Started:
+    """Starts ``torchrun`` on this machine with so many workers: a script and its arguments. As `start`."""
+    how = ("--standalone", f"--nproc_per_node={workers}")
+    return script("-m", "torch.distributed.run", *how, *words, cwd=cwd, extra=extra)
 
 
 def paceline(*words: str, cwd: Path, extra: Mapping[str, str] | None = None, anew: bool = False) -> Ended:

@@ -141,10 +141,10 @@ class Reader:
     def _start(self, command: str) -> Started:
         """As a shell would; without one where it has nothing to do but to start Python."""
         program, *words = shlex.split(command)
-        if program not in ("paceline", "python") or set(command) & set("|&;<>$*"):
+        started = {"paceline": ("-m", "paceline"), "python": (), "torchrun": ("-m", "torch.distributed.run")}
+        if program not in started or set(command) & set("|&;<>$*"):
             return Started(["bash", "-c", command], self._folder, SURROUNDINGS)
-        words = ["-m", "paceline", *words] if program == "paceline" else words
-        return script(*words, cwd=self._folder, extra=SURROUNDINGS)
+        return script(*started[program], *words, cwd=self._folder, extra=SURROUNDINGS)
 
     def _expect(self, expected: str, found: str, place: str) -> None:
         digests = alike(expected.splitlines(), found.splitlines(), self._digests)

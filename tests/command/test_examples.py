@@ -6,11 +6,10 @@ To add a program, add a line to `SHOWS`: its path, and for each way to run it th
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from driving import Started, paceline, script
+from driving import Started, paceline, script, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -181,8 +180,7 @@ def start(program: str, how: str, cwd: Path, *arguments: str) -> Started:
     extra = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the numbers are a CPU's
     match launcher:
         case "torchrun":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
-            return Started([*torchrun, *words], cwd, extra)
+            return torchrun(int(workers), *words, cwd=cwd, extra=extra)
         case "launch":
             return script("-m", "paceline", "launch", "-n", workers, *words, cwd=cwd, extra=extra)
         case _:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from driving import Ended, Started, paceline, start, wait_for
+from driving import Ended, Started, paceline, start, torchrun, wait_for
 from driving import script as run_script
 
 from paceline.cli import main
@@ -161,10 +160,9 @@ def test_an_error_that_nobody_catches_is_told_once_and_ends_the_process(tmp_path
         "import paceline\nrun = paceline.Run(paceline.Recipe(steps=1))\nif run.is_main:\n    run.gather(1)\n"
     )
     begun = time.monotonic()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "parts.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and time.monotonic() - begun < 60
-    told = [line for line in done.stderr.splitlines() if line.startswith("paceline: worker ")]
+    ended = torchrun(2, "parts.py", cwd=tmp_path).wait().check(1)
+    assert time.monotonic() - begun < 60
+    told = [line for line in ended.err.splitlines() if line.startswith("paceline: worker ")]
     assert 1 <= len(told) == len(set(told)) <= 2  # torchrun may end the second before it has spoken
     for line in told:
         assert "error: the workers have parted" in line

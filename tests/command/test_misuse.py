@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import mistakes
 import pytest
-from driving import Ended, Started, paceline, script
+from driving import Ended, paceline, script, torchrun
 
 from pool import Outcome, Pool
 
@@ -224,8 +223,7 @@ def test_a_script_with_a_mistake_ends_with_one_error_and_the_line(tmp_path: Path
 )
 def test_under_torchrun_too(tmp_path: Path, case: str, says: str) -> None:
     """It ends the others as soon as one has failed, so that not each may come to say why."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), case]
-    ended = Started(words, tmp_path, {"OMP_NUM_THREADS": "1"}).wait().check(1)
+    ended = torchrun(2, str(SCRIPT), case, cwd=tmp_path, extra={"OMP_NUM_THREADS": "1"}).wait().check(1)
     assert soon(ended)
     told = re.findall(r"^paceline: worker [01]: error: (.+)$", ended.err, re.MULTILINE)
     assert told and all(_with_lines(case, says) in line for line in told)
