@@ -304,6 +304,6 @@ def test_ten_thousand_lines(tmp_path: Path) -> None:
     )
     began = time.process_time()
     seen = looked_at(tmp_path, f"def f0(x, model): return x\n{body}\nf1499(1, print)\n" + FOUND)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 10
     assert seen.looked
     assert seen.findings or any("read in part" in note for note in seen.notes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.doctor.reading.meaning import named
+from paceline.doctor.reading.arithmetic import named
 from reading_of import LOSS, found_in, value_of
 
 DIVIDED = [

@@ -4,11 +4,18 @@
 `values.Value` in place of whatever the script would compute. It leaves a `trace.Trace`: what the script does, in order,
 with the loops and conditions around it. The rules are small functions over that trace, in ``checks_*``.
 
-What becomes of what is known is said by pure functions: in `flows` for whatever is made of a value, in `meaning` for a
-calculation, whoever writes it. What torch's names mean stands in the tables of `knowledge`. The reader is one class in
-layers, each a file of its own that knows only those below it: `machine` (memory, conditions, trace), `arithmetic`,
-`expressions`, `objects`, `containers`, `builtin` (Python), `effects` (torch), `surroundings` (command line,
-environment, processes), `instances`, `calls`, `assignments`, `definitions`, `statements`.
+What becomes of what is known is said by functions: by pure ones in `flows` for whatever is made of a value and in
+`arithmetic` for a calculation, whoever writes it; by those that may ask the reader for more, each told by its name:
+
+* `builtin`: Python's own functions; `containers`: methods of lists, dicts, texts and paths;
+* `torch_calls`: torch's functions and methods; `forwards`: calls of modules, losses; `samples`: loaders, samplers, data
+  sets; `seeds`: random numbers. What torch's names mean at all stands in the tables of `knowledge`;
+* `instances`: objects of the script's own classes; `surroundings`: command line, environment, processes.
+
+The reader itself is one class, since each part of a syntax tree may hold each other one: `machine` (what it remembers,
+under which conditions, and the trace that it leaves), and on it in layers, each of which knows those below and may call
+`evaluate`, `execute` and `call`: `operators`, `expressions`, `objects` (attributes, elements, iteration), `calls`,
+`assignments`, `definitions`, `statements`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from paceline.doctor.reading.effects import numbered, picks, seeded
+from paceline.doctor.reading.arithmetic import content
+from paceline.doctor.reading.builtin import builtin
+from paceline.doctor.reading.containers import container_method
 from paceline.doctor.reading.flows import carried, detached, doubted, joined, labels_of, picked
-from paceline.doctor.reading.instances import Instances
+from paceline.doctor.reading.forwards import forward
+from paceline.doctor.reading.instances import call_super, instantiate, super_of
 from paceline.doctor.reading.knowledge import (
     KEPT,
     LIBRARIES,
@@ -23,11 +26,14 @@ from paceline.doctor.reading.knowledge import (
     speaks_of_ranks,
 )
 from paceline.doctor.reading.machine import HARD_PRESSED, Class, Frame, Function, Scope, Started
-from paceline.doctor.reading.meaning import content
-from paceline.doctor.reading.objects import bound, class_field, method_of
+from paceline.doctor.reading.objects import Objects, bound, class_field, method_of
 from paceline.doctor.reading.program import Program
+from paceline.doctor.reading.samples import batch
+from paceline.doctor.reading.seeds import picks, seeded
+from paceline.doctor.reading.surroundings import environment_call, parser_call, spawn
+from paceline.doctor.reading.torch_calls import known_call, tensor_call, tensor_method
 from paceline.doctor.reading.trace import Call
-from paceline.doctor.reading.values import NONE, VARYING, Known, Value
+from paceline.doctor.reading.values import NONE, VARYING, Known, Value, numbered
 
 __all__ = ["Calls", "named_after_ranks"]
 
@@ -35,7 +41,7 @@ MAX_FRAMES: Final = 24
 _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
 
 
-class Calls(Instances):
+class Calls(Objects):
     """Calls of all kinds."""
 
     def __init__(self, program: Program) -> None:
@@ -51,11 +57,11 @@ class Calls(Instances):
             case "function":
                 return self._call_function(function, arguments, keywords, node)
             case "class":
-                return self.instantiate(function, arguments, keywords, node)
+                return instantiate(self, function, arguments, keywords, node)
             case "api":
                 return self._call_api(function.name, arguments, keywords, node)
             case "module" | "ddp":
-                return self.forward(function, arguments, keywords, node)
+                return forward(self, function, arguments, keywords, node)
             case "bound":
                 return self.call_method(function.fields["self"], function.name, arguments, keywords, node)
             case "partial":
@@ -85,12 +91,12 @@ class Calls(Instances):
         if receiver.kind in ("api", "python_module") or (receiver.kind == "class" and receiver.code is not None):
             return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
         if receiver.kind == "super":
-            return self.call_super(receiver, name, arguments, keywords, node)
+            return call_super(self, receiver, name, arguments, keywords, node)
         if name in receiver.fields and receiver.fields[name].kind != "unknown":
             return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
         if (method := method_of(receiver, name)) is not None:
             if receiver.kind == "module" and name == "forward":
-                return self.forward(receiver, arguments, keywords, node)
+                return forward(self, receiver, arguments, keywords, node)
             code: Function = method.code
             owner = receiver.fields.get("__class__", receiver) if code.flavour == "class" else receiver
             return self.call(method if code.flavour == "static" else bound(method, owner), arguments, keywords, node)
@@ -98,7 +104,7 @@ class Calls(Instances):
             return self.call(held, arguments, keywords, node)
         if (known := METHODS.get(receiver.kind, {}).get(name)) is not None:
             return self.known_method(receiver, name, known, arguments, keywords, node)
-        if (made := self.container_method(receiver, name, arguments, keywords)) is not None:
+        if (made := container_method(self, receiver, name, arguments, keywords)) is not None:
             return made
         return self._other_method(receiver, name, arguments, keywords, node)
 
@@ -160,7 +166,7 @@ class Calls(Instances):
     ) -> Value:
         given = {**numbered(arguments), **keywords}
         if receiver.kind == "parser":
-            return self._call_parser(receiver, name, arguments, keywords)
+            return parser_call(receiver, name, arguments, keywords)
         if name == "backward":
             self._backward(receiver, {**dict(zip(("gradient",), arguments, strict=False)), **keywords}, node)
         elif name in ("cuda", "to"):
@@ -192,7 +198,7 @@ class Calls(Instances):
             _escape(given.values())
         if receiver.kind in ("optimizer", "loader", "sampler", "module", "ddp", "unknown", "instance"):
             self._call_back(arguments, keywords, node)
-        made = self.tensor_method(receiver, name, arguments, keywords, node)
+        made = tensor_method(self, receiver, name, arguments, keywords, node)
         if receiver.kind in ("unknown", "instance", "api") and may_agree(name):
             made.labels = doubted(made.labels) - {"shard"}
         return made
@@ -201,7 +207,7 @@ class Calls(Instances):
 
     def _call_api(self, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
         if name == "builtins.super":
-            return Value("super", fields=self.super_of(arguments))
+            return Value("super", fields=super_of(self, arguments))
         if name in KEPT and arguments:
             return arguments[0]
         if name == "functools.wraps":  # what it is given lends its name only
@@ -209,7 +215,7 @@ class Calls(Instances):
         if name == "functools.partial" and arguments:
             return Value("partial", labels_of(arguments), code=(arguments[0], arguments[1:], keywords))
         if name.startswith(("os.environ", "os.getenv", "os.putenv")):
-            return self._call_environment(name, arguments, keywords, node)
+            return environment_call(self, name, arguments, keywords, node)
         if name.startswith("sys.path.") and arguments:
             self._search_also(name, arguments)
             return NONE
@@ -219,15 +225,15 @@ class Calls(Instances):
             given = {**dict(zip(known.parameters, arguments, strict=False)), **keywords}
             for index, extra in enumerate(arguments[len(known.parameters) :]):
                 given[f"*{index}"] = extra
-            made = self.builtin(name, arguments, keywords, node)
+            made = builtin(self, name, arguments, keywords, node)
             if made is None:
-                made = self.known_call(name, known, given, arguments, node)
+                made = known_call(self, name, known, given, arguments, node)
                 if known.role in ("spawn", "process"):
-                    self._spawn(known.role, given, node)
+                    spawn(self, known.role, given, node)
             elif known.role:
                 self.event(known.role, node, name=name, arguments=given, result=made)
             return made
-        if (made := self.builtin(name, arguments, keywords, node)) is not None:
+        if (made := builtin(self, name, arguments, keywords, node)) is not None:
             return made
         return self._call_unknown(name, arguments, keywords, node)
 
@@ -244,9 +250,9 @@ class Calls(Instances):
             last = name.rpartition(".")[2]
             if top == "torch" and last[:1].islower():
                 self._call_back(arguments, keywords, node)
-            return self.tensor_call(name, arguments, keywords, node)
+            return tensor_call(self, name, arguments, keywords, node)
         if top == "random":
-            return self.tensor_call(name, arguments, keywords, node)
+            return tensor_call(self, name, arguments, keywords, node)
         given = [*arguments, *keywords.values()]
         if top not in LIBRARIES:
             self.unknown_calls += 1
@@ -328,6 +334,9 @@ class Calls(Instances):
             del self.within[len(self.within) - len(code.contexts) :]
             self.levels.pop()
             self.frames.pop()
+
+    def batch(self, loader: Value, node: ast.AST) -> Value:
+        return batch(self, loader, node)
 
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
         if not isinstance(value.code, Started):

@@ -17,8 +17,7 @@ from paceline.doctor.reading.evidence import (
     synchronising,
     trained_loaders,
 )
-from paceline.doctor.reading.objects import loaders_in
-from paceline.doctor.reading.trace import Event, Loop, Trace
+from paceline.doctor.reading.trace import Event, Loop, Trace, loaders_in
 from paceline.doctor.reading.values import NONE, UNKNOWN, Value
 
 __all__: list[str] = []

@@ -15,8 +15,7 @@ from paceline.doctor.reading.evidence import (
     trained_loaders,
 )
 from paceline.doctor.reading.flows import labels_of
-from paceline.doctor.reading.objects import loaders_in
-from paceline.doctor.reading.trace import Event, Trace
+from paceline.doctor.reading.trace import Event, Trace, loaders_in
 from paceline.doctor.reading.values import NONE, UNKNOWN, VARYING, Value, words
 
 __all__: list[str] = []

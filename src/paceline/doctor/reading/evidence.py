@@ -9,8 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from paceline.doctor.findings import Confidence, Finding
-from paceline.doctor.reading.objects import loaders_in
-from paceline.doctor.reading.trace import Condition, Event, Loop, Trace
+from paceline.doctor.reading.trace import Condition, Event, Loop, Trace, loaders_in
 from paceline.doctor.reading.values import NONE, RANKS, Value
 from paceline.doctor.rules import Severity
 

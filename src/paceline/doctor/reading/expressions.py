@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from paceline.doctor.reading.arithmetic import Arithmetic
 from paceline.doctor.reading.flows import bounded, labelled, labels_of, tested
 from paceline.doctor.reading.knowledge import LIBRARIES, api, canonical, speaks_of_ranks
 from paceline.doctor.reading.machine import Function, Scope
+from paceline.doctor.reading.operators import Operators
+from paceline.doctor.reading.trace import loaders_in
 from paceline.doctor.reading.values import MAX_ITEMS, NONE, ORDERS, UNKNOWN, VARYING, Known, Value, combined, constant
 
 __all__ = ["Expressions", "count_of", "order_of"]
@@ -22,7 +23,7 @@ MAX_UNROLLED: Final = 16
 """So many constants are told apart in a comprehension: it is short, unlike a loop."""
 
 
-class Expressions(Arithmetic):
+class Expressions(Operators):
     """Evaluates expressions."""
 
     _depth = 0
@@ -239,7 +240,7 @@ class Expressions(Arithmetic):
             through.sizes |= labels_of((over,)) & (VARYING | {"unique", "own-size"})
         through.ragged |= not outermost and over.length is None and over.kind in _RAGGED
         through.selects |= bool(first.ifs or rest)
-        for loader in self.loaders(over):
+        for loader in loaders_in(over):
             self.event("iterate", first.iter, subject=loader)
         outer = self.frame.scope
         self.frame.scope = Scope({}, outer.module, outer)
@@ -266,7 +267,7 @@ class Expressions(Arithmetic):
     def _yieldfrom(self, node: ast.YieldFrom) -> Value:
         over = self.evaluate(node.value)
         loop = self.loop(node, over, count=count_of(over))
-        for loader in self.loaders(over):
+        for loader in loaders_in(over):
             self.event("iterate", node, subject=loader)
         with self.looping(loop):
             value = self.element(over, node)

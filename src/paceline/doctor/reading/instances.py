@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-from abc import abstractmethod
 from typing import Final
 
-from paceline.doctor.reading.effects import numbered
 from paceline.doctor.reading.flows import carried, doubted, labels_of
-from paceline.doctor.reading.knowledge import METHODS, Api, api
+from paceline.doctor.reading.knowledge import METHODS, api
 from paceline.doctor.reading.machine import Class
-from paceline.doctor.reading.objects import bound, class_field, method_of
-from paceline.doctor.reading.surroundings import Surroundings
-from paceline.doctor.reading.values import ORDERS, VARYING, Value, words
+from paceline.doctor.reading.objects import Objects, bound, class_field, method_of
+from paceline.doctor.reading.seeds import drawn
+from paceline.doctor.reading.values import ORDERS, VARYING, Value, numbered, words
 
-__all__ = ["Instances"]
+__all__ = ["call_super", "instantiate", "super_of"]
 
 _KIND_OF_BASE: Final = {
     "torch.nn.Module": "module",
@@ -31,85 +29,75 @@ _DICTS: Final = words(
 )
 
 
-class Instances(Surroundings):
-    """Makes objects."""
-
-    @abstractmethod
-    def known_method(
-        self,
-        receiver: Value,
-        name: str,
-        known: Api,
-        arguments: list[Value],
-        keywords: dict[str, Value],
-        node: ast.AST,
-    ) -> Value:
-        """A method of which the tables know something."""
-
-    def instantiate(self, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
-        kind, base = kind_of(cls)
-        made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
-        made.fields["__class__"] = cls
-        if kind == "module":
-            made.labels = self.drawn()
-        if (method := method_of(made, "__init__")) is not None:
-            self.call(bound(method, made), arguments, keywords, node)
+def instantiate(
+    reader: Objects, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+) -> Value:
+    kind, base = kind_of(cls)
+    made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
+    made.fields["__class__"] = cls
+    if kind == "module":
+        made.labels = drawn(reader)
+    if (method := method_of(made, "__init__")) is not None:
+        reader.call(bound(method, made), arguments, keywords, node)
+    else:
+        _without_init(reader, cls, made, arguments, keywords)
+    if kind in ("dataset", "stream", "sampler", "instance"):
+        given = [*arguments, *keywords.values()]
+        own = [v for name, v in made.fields.items() if name != "__class__"]
+        if kind == "instance":
+            made.labels |= carried(given) & {"rank", "partly"}
         else:
-            self._without_init(cls, made, arguments, keywords)
-        if kind in ("dataset", "stream", "sampler", "instance"):
-            given = [*arguments, *keywords.values()]
-            own = [v for name, v in made.fields.items() if name != "__class__"]
-            if kind == "instance":
-                made.labels |= carried(given) & {"rank", "partly"}
-            else:
-                labels = _held([*given, *own])
-                made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & ORDERS)
-        if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
-            mark = len(self.trace.events)
-            size = self.call(bound(method, made), [], {}, node)
-            del self.trace.events[mark:]  # nobody has asked yet
-            made.length = size.known if size.known is not None and size.known.loop is None else None
-        if kind in ("dataset", "stream"):
-            self.event("dataset", node, name=cls.name, arguments={**numbered(arguments), **keywords}, result=made)
-        elif "download" in keywords:
-            self.event("dataset", node, name=cls.name, arguments=keywords, result=made)
-        return made
+            labels = _held([*given, *own])
+            made.labels |= (labels & (VARYING | {"partly"})) | (_order_of_samples(made, labels) & ORDERS)
+    if kind in ("dataset", "sampler") and (method := method_of(made, "__len__")) is not None:
+        mark = len(reader.trace.events)
+        size = reader.call(bound(method, made), [], {}, node)
+        del reader.trace.events[mark:]  # nobody has asked yet
+        made.length = size.known if size.known is not None and size.known.loop is None else None
+    if kind in ("dataset", "stream"):
+        reader.event("dataset", node, name=cls.name, arguments={**numbered(arguments), **keywords}, result=made)
+    elif "download" in keywords:
+        reader.event("dataset", node, name=cls.name, arguments=keywords, result=made)
+    return made
 
-    def _without_init(self, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
-        """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
-        annotated = [
-            line.target.id
-            for line in cls.code.node.body
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        ]
-        if arguments and any(base.name in _DICTS for base in cls.code.bases):
-            made.fields.update(arguments[0].fields)
-        known = api(made.name)
-        parameters = annotated or list(known.parameters if known else ())
-        made.fields.update({name: v for name in annotated if (v := class_field(cls, name)) is not None})
-        made.fields.update(dict(zip(parameters, arguments, strict=False)))
-        made.fields.update({name: value for name, value in keywords.items() if name != "**"})
 
-    def super_of(self, arguments: list[Value]) -> dict[str, Value]:
-        names = self.frame.scope.names
-        owner = arguments[1] if len(arguments) > 1 else next(iter(names.values()), Value())
-        home = self.frame.scope.names.get("__class__")
-        return {"owner": owner, "home": arguments[0] if arguments else home or owner.fields.get("__class__", Value())}
+def _without_init(reader: Objects, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
+    """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
+    annotated = [
+        line.target.id
+        for line in cls.code.node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    ]
+    if arguments and any(base.name in _DICTS for base in cls.code.bases):
+        made.fields.update(arguments[0].fields)
+    known = api(made.name)
+    parameters = annotated or list(known.parameters if known else ())
+    made.fields.update({name: v for name in annotated if (v := class_field(cls, name)) is not None})
+    made.fields.update(dict(zip(parameters, arguments, strict=False)))
+    made.fields.update({name: value for name, value in keywords.items() if name != "**"})
 
-    def call_super(
-        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
-    ) -> Value:
-        owner, home = receiver.fields["owner"], receiver.fields["home"]
-        for base in home.code.bases if isinstance(home.code, Class) else ():
-            found = class_field(base, name) if base.kind == "class" else None
-            if found is not None and found.kind == "function":
-                return self.call(bound(found, owner), arguments, keywords, node)
-            if base.kind == "api" and name == "__init__" and (known := api(base.name)) is not None:
-                owner.fields.update(dict(zip(known.parameters, arguments, strict=False)))
-                owner.fields.update(keywords)
-        if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
-            return self.known_method(owner, name, known, arguments, keywords, node)
-        return Value(labels=carried([*arguments, *keywords.values()]))
+
+def super_of(reader: Objects, arguments: list[Value]) -> dict[str, Value]:
+    names = reader.frame.scope.names
+    owner = arguments[1] if len(arguments) > 1 else next(iter(names.values()), Value())
+    home = reader.frame.scope.names.get("__class__")
+    return {"owner": owner, "home": arguments[0] if arguments else home or owner.fields.get("__class__", Value())}
+
+
+def call_super(
+    reader: Objects, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+) -> Value:
+    owner, home = receiver.fields["owner"], receiver.fields["home"]
+    for base in home.code.bases if isinstance(home.code, Class) else ():
+        found = class_field(base, name) if base.kind == "class" else None
+        if found is not None and found.kind == "function":
+            return reader.call(bound(found, owner), arguments, keywords, node)
+        if base.kind == "api" and name == "__init__" and (known := api(base.name)) is not None:
+            owner.fields.update(dict(zip(known.parameters, arguments, strict=False)))
+            owner.fields.update(keywords)
+    if (known := METHODS.get(owner.kind, {}).get(name)) is not None:
+        return reader.known_method(owner, name, known, arguments, keywords, node)
+    return Value(labels=carried([*arguments, *keywords.values()]))
 
 
 def _held(values: list[Value]) -> frozenset[str]:

@@ -167,9 +167,6 @@ class Machine(ABC):
     def elements(self, value: Value, loop: Loop, node: ast.AST, most: int = 4) -> list[Value]: ...
 
     @abstractmethod
-    def loaders(self, over: Value) -> list[Value]: ...
-
-    @abstractmethod
     def element(self, value: Value, node: ast.AST) -> Value: ...
 
     @property

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Final
 
+from paceline.doctor.reading.arithmetic import TENSORS
 from paceline.doctor.reading.expressions import Expressions, order_of
 from paceline.doctor.reading.flows import detached, joined, labelled, labels_of, part_labels, picked
-from paceline.doctor.reading.knowledge import LAUNCHED, METHODS, speaks_of_ranks
+from paceline.doctor.reading.knowledge import LAUNCHED, METHODS, Api, speaks_of_ranks
 from paceline.doctor.reading.machine import Class, Function
-from paceline.doctor.reading.meaning import TENSORS
 from paceline.doctor.reading.program import Module
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import RANKS, STEPS, UNKNOWN, Known, Value, combined, constant, words
 
-__all__ = ["Objects", "bound", "loaders_in", "method_of", "submodules"]
+__all__ = ["Objects", "bound", "method_of", "submodules"]
 
 _TENSOR_ATTRIBUTES: Final = words("T mT H real imag")
 _SIZES: Final = words("shape ndim dtype device itemsize nbytes requires_grad is_cuda")
@@ -325,12 +324,21 @@ class Objects(Expressions):
         kind = value.kind if value.kind in ("tensor", "batch") else "unknown"
         return Value(kind, part_labels(value) | order_of(value), "sample" if kind != "unknown" else "")
 
-    def loaders(self, over: Value) -> list[Value]:
-        return list(loaders_in(over))
-
     @abstractmethod
     def batch(self, loader: Value, node: ast.AST) -> Value:
         """What a loader gives."""
+
+    @abstractmethod
+    def known_method(
+        self,
+        receiver: Value,
+        name: str,
+        known: Api,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        node: ast.AST,
+    ) -> Value:
+        """A method of which the tables know something."""
 
     @abstractmethod
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
@@ -379,18 +387,6 @@ def submodules(value: Value, depth: int = 6) -> list[Value]:
             elif option.items is not None and depth:
                 found += [item for part in option.items for item in part.each() if item.kind == "module"]
     return found
-
-
-def loaders_in(over: Value, depth: int = 6) -> Iterator[Value]:
-    """The loaders that a loop goes through: itself, or what is counted or zipped."""
-    for option in over.each():
-        if option.kind == "loader":
-            yield option
-        elif option.kind == "enumerate" and depth:
-            yield from loaders_in(option.fields["of"], depth - 1)
-        elif option.kind == "zip" and depth:
-            for part in (option.items or [])[:8]:
-                yield from loaders_in(part, depth - 1)
 
 
 def of_path(value: Value, name: str) -> Value | None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from paceline.doctor.reading.values import RANKS, STEPS, Value
 
-__all__ = ["MAX_NESTED", "Call", "Condition", "Event", "Loop", "Trace"]
+__all__ = ["MAX_NESTED", "Call", "Condition", "Event", "Loop", "Trace", "loaders_in"]
 
 MAX_NESTED: Final = 8
 """How deeply `and`, `or` and `not` are looked into: a condition that is made of itself in a loop nests for ever."""
@@ -45,6 +45,18 @@ class Loop:
     def repeats(self) -> bool:
         """Whether it may go round more than once."""
         return self.count is None or self.count.default not in (0, 1)
+
+
+def loaders_in(over: Value, depth: int = 6) -> Iterator[Value]:
+    """The loaders that a loop goes through: itself, or what is counted or zipped."""
+    for option in over.each():
+        if option.kind == "loader":
+            yield option
+        elif option.kind == "enumerate" and depth:
+            yield from loaders_in(option.fields["of"], depth - 1)
+        elif option.kind == "zip" and depth:
+            for part in (option.items or [])[:8]:
+                yield from loaders_in(part, depth - 1)
 
 
 @dataclass(frozen=True, slots=True)

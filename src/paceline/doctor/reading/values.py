@@ -31,6 +31,7 @@ __all__ = [
     "Value",
     "combined",
     "constant",
+    "numbered",
     "words",
 ]
 
@@ -105,7 +106,7 @@ NATURES: Final[dict[str, dict[str, str]]] = {
         "divided-by-world": "a loss by the world size",
         "over-global-count": "divided by what was reduced",
     },
-    # What it is proportional to. Only products and quotients pass it on: see `meaning`.
+    # What it is proportional to. Only products and quotients pass it on: see `arithmetic`.
     "factor": {
         "world-multiple": "proportional to the number of ranks",
         "world-share": "inversely so",
@@ -138,6 +139,11 @@ def words(text: str) -> frozenset[str]:
     ['mean', 'sum']
     """
     return frozenset(text.split())
+
+
+def numbered(values: list[Value]) -> dict[str, Value]:
+    """As fields of something that has them by number."""
+    return {str(index): value for index, value in enumerate(values)}
 
 
 class _Unknown:
