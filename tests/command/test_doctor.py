@@ -257,6 +257,16 @@ def test_a_clean_script_runs_with_its_arguments_and_leaves_no_file(place: Path) 
     assert {path.name for path in set(place.iterdir()) - before} <= {"logs"}
 
 
+def test_whoever_presses_ctrl_c_again_breaks_off_nothing_that_is_put_in_order() -> None:
+    code = (
+        "import signal\nfrom paceline.cli.doctor import _interrupted_once\n"
+        "with _interrupted_once():\n    try:\n        signal.raise_signal(signal.SIGINT)\n"
+        "    finally:\n        signal.raise_signal(signal.SIGINT)\n        print('in order')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "in order\n"
+
+
 def test_a_folder_that_no_scratch_folder_can_stand_for_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
