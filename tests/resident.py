@@ -111,7 +111,7 @@ class Resident:
 
         Args:
             words: what stands behind ``python``: ``-m paceline`` or ``-m torch.distributed.run`` and its words, ``-c``
-                and a program, or a script and its arguments.
+                and a program, or a script; and their arguments.
             cwd: where it runs.
             environ: its whole environment.
             out: the file of what it prints; made, or added to.
@@ -230,8 +230,9 @@ def run(request: int, requests: int) -> Any:
             sys.argv[:] = [str(Path(paceline.__file__).with_name("__main__.py")), *rest]
             again.close()
             finish(main())  # which has not imported torch, when it starts by itself
-        case ["-c", program]:
+        case ["-c", program, *_]:
             again.close()
+            sys.argv[:] = ["-c", *words[2:]]
             exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         case _:
             again.close()

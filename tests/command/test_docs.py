@@ -50,7 +50,7 @@ SURROUNDINGS = {
     "CUDA_VISIBLE_DEVICES": "",  # what the pages show has come out of a CPU
     "OMP_NUM_THREADS": "1",  # as torchrun sets it, so that scripts in plain torch do not fight for the cores
 }
-LONG = {"failover.md", "from-fabric.md", "memory.md"}
+LONG = {"failover.md", "from-accelerate.md", "from-fabric.md", "memory.md"}
 """Pages that take minutes: with ``--long``. What they show has tests of its own, or stands on other pages too."""
 CELLS = """
 import json, sys

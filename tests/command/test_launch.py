@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from driving import Ended, Started, paceline, start, torchrun, wait_for
+from driving import paceline, start, torchrun, wait_for
 from driving import script as run_script
 
 from paceline.cli import main
@@ -18,10 +17,6 @@ import os, sys
 rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
 print(f"{rank}/{size}", sys.argv[1:], __name__, sys.path[0] == os.path.dirname(os.path.abspath(__file__)), flush=True)
 """
-
-
-def python(code: str, cwd: Path) -> Ended:
-    return Started([sys.executable, "-c", code], cwd).wait()
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_script_and_its_arguments(script: Path, words: list[str], workers: int, arguments: list[str]) -> None:
-    ended = paceline("launch", *words, cwd=script.parent, anew=workers == 2).check()
+    ended = paceline("launch", *words, cwd=script.parent, anew=words[0] == "-n" and workers == 2).check()
     lines = sorted(ended.out.splitlines())
     assert lines == [f"{rank}/{workers} {arguments} __main__ True" for rank in range(workers)]
 
@@ -143,7 +138,7 @@ refused(lambda: paceline.launch(print, workers=1), workers=1)
 
 def test_a_function_from_python(tmp_path: Path) -> None:
     """As from a notebook: the code has no file, its functions and classes can only travel by value."""
-    lines = python(LAUNCHES, tmp_path).check().out.splitlines()
+    lines = run_script("-c", LAUNCHES, cwd=tmp_path).wait().check().out.splitlines()
     assert lines[:2] == ["[115, 116] [[0, 1], [0, 1]] [1.0, 1.0]", "['as it comes']"]
     said = lines[2:]
     assert said[0] == "WorkerError paceline: worker 0 failed: | ValueError: a mistake"

@@ -15,6 +15,7 @@ from paceline.config import Resume
 from paceline.errors import PacelineError
 from paceline.parsing import parse
 from paceline.train import train
+from resident import Resident
 
 PROGRAM = [sys.executable, "-m", "paceline"]
 DEADLINE_S = 240.0
@@ -169,13 +170,21 @@ def test_a_file_that_is_no_configuration(capsys: pytest.CaptureFixture[str], tmp
     assert "found 2,200,000 characters, need YAML of at most 1,048,576" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("output", [">&- 2>&- <&-", ">/dev/full", "| true"])
+@pytest.mark.parametrize("output", [">&- 2>&- <&-", pytest.param("| true", marks=pytest.mark.long)])
 def test_no_reader_of_the_output_is_worth_a_run(place: Path, tmp_path: Path, output: str) -> None:
     words = " ".join([*PROGRAM, "train", "run.yaml", "--run-dir", str(tmp_path / "run")])
     command = f"set -o pipefail; {words} {output}"
     ended = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 0, ended.stderr
     assert b"Traceback" not in ended.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "done"
+
+
+def test_a_full_disk_behind_the_output_is_worth_no_run_either(place: Path, tmp_path: Path, resident: Resident) -> None:
+    words = ["-m", "paceline", "train", "run.yaml", "--run-dir", str(tmp_path / "run")]
+    err = tmp_path / "err"
+    assert resident.start(words, place, os.environ, Path("/dev/full"), err).wait() == 0, err.read_text()
+    assert "Traceback" not in err.read_text()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "done"
 
 

@@ -8,14 +8,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from driving import TINY, Ended, Started, paceline, reached, result, start, wait_for, write_tiny
+from driving import TINY, Ended, paceline, reached, result, start, torchrun, wait_for, write_tiny
 
 from paceline.checkpoint import Store
 from paceline.cli import main
@@ -117,9 +116,8 @@ def test_the_example_has_a_short_step_on_the_way(whole: Path, place: Path) -> No
 
 
 def test_torchrun_does_the_same_run(place: Path, digest: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    words = ["-m", "paceline", "train", "tiny.yaml", "--run-dir", str(place / "torchrun")]
-    Started([*torchrun, *words], place).wait().check()
+    words = ("-m", "paceline", "train", "tiny.yaml", "--run-dir", str(place / "torchrun"))
+    torchrun(2, *words, cwd=place).wait().check()
     told = result(place / "torchrun")
     assert (told["digest"], told["workers"], told["status"]) == (digest, 2, "done")
 
