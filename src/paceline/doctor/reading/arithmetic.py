@@ -70,7 +70,7 @@ def _quotient(left: Value, right: Value) -> frozenset[str]:
         labels |= {"over-global-count"}
     if "size" in right.labels:
         labels -= {"own-mean"}  # a mean over so many of them: of samples, of which each has its own mean
-    counted = "count" in right.labels and right.varies and "reduced" not in right.labels
+    counted = "count" in right.labels and right.varies and not right.labels & {"reduced", "graph"}
     if counted and {"sum", "graph"} <= left.labels:
         labels |= {"own-mean"}
     inverse = {"world-multiple": "world-share", "world-share": "world-multiple"}

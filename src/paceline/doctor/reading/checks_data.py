@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator
 
 from paceline.doctor.reading.evidence import (
@@ -26,7 +27,7 @@ def missing_set_epoch(trace: Trace) -> Iterator[Found]:
     for loader, event in trained_loaders(trace):
         epochs = [loop for loop in event.loops if loop.repeats and loader not in loaders_in(loop.over)]
         sampler = next(filter(is_distributed_sampler, samplers_of(loader)), None)
-        if not epochs or sampler is None or "escaped" in loader.labels | sampler.labels:
+        if not epochs or sampler is None or _is_told_otherwise(sampler) or "escaped" in loader.labels | sampler.labels:
             continue
         if sampler.fields.get("shuffle", NONE).default is False:
             continue
@@ -39,6 +40,17 @@ def missing_set_epoch(trace: Trace) -> Iterator[Found]:
             )
         elif all(_tells_a_constant(event) for event in told):
             yield Found(told[0], "`set_epoch` is given the same epoch each time")
+
+
+def _is_told_otherwise(sampler: Value) -> bool:
+    """Whether its class, of the script's own, has another way to set the epoch: ``with sampler.in_epoch(epoch)``."""
+    methods = [m for m in ast.walk(sampler.code.node) if isinstance(m, ast.FunctionDef)] if sampler.code else []
+    return any(
+        isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and part.attr == "epoch"
+        for method in methods
+        if method.name not in ("__init__", "set_epoch", "__iter__")
+        for part in ast.walk(method)
+    )
 
 
 def _tells_a_constant(event: Event) -> bool:

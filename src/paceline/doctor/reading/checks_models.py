@@ -94,16 +94,15 @@ def params_changed_after_wrap(trace: Trace) -> Iterator[Found]:
         parts = {id(part) for part in modules_in(inner_module(wrap))} | {id(wrap.result)}
         trained = backwards_through(trace, wrap)
         looped = {loop.number for event in trained for loop in event.loops}
-        changes = list(trace.of("store", "freeze"))
+        changes = [event for event in trace.of("store", "freeze") if _is_of(event, parts)]
         while_training = [event for event in changes if any(loop.number in looped for loop in event.loops)]
         turned = {value.only for event in while_training if (value := _switch(event)) is not None}
         taken_in_turns = {True, False} <= turned  # as GANs do: frozen and trained again within each step
         some_frozen = any((value := _switch(event)) is not None and value.only is not True for event in changes)
         for event in changes:
-            owner = event.subject.fields.get("owner", event.subject)
-            if event.number < wrap.number or not {id(owner), id(event.subject)} & parts:
+            if event.number < wrap.number or _wrapped_again(trace, wrap, event):
                 continue
-            if _wrapped_again(trace, wrap, event) or not any(may_follow(event, backward) for backward in trained):
+            if not any(may_follow(event, backward) for backward in trained):
                 continue
             value = _switch(event)
             switches = value is not None and not taken_in_turns and not _is_teacher(event, wrap)
@@ -112,6 +111,10 @@ def params_changed_after_wrap(trace: Trace) -> Iterator[Found]:
             if switches or _replaces(event):
                 what = "which parameters are trained" if switches else "the model's parameters"
                 yield Found(event, f"this changes {what} after DDP took its list of them at line {wrap.line}")
+
+
+def _is_of(event: Event, parts: Container[int]) -> bool:
+    return any(id(value) in parts for value in (event.subject, event.subject.fields.get("owner")))
 
 
 def _switch(event: Event) -> Value | None:
@@ -227,6 +230,9 @@ def _knows_of_ranks(trace: Trace) -> bool:
     return known or bool(trace.variables & {"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 
 
+_BETWEEN_TWO = words("send recv isend irecv batch_isend_irecv P2POp")
+
+
 def _trains_its_own(trace: Trace) -> bool:
     """Whether what is trained are models of the script, called as they are."""
     calls = forwards(trace)
@@ -244,5 +250,7 @@ def _exchanges_weights(trace: Trace) -> bool:
         return True
     if any(event.inside for event in trace.of("collective")):
         return True  # what passes between layers: each rank holds a part of one model
+    if any(name.rpartition(".")[2] in _BETWEEN_TWO for name in trace.names if name.startswith("torch.distributed.")):
+        return True
     sent = [value for event in trace.of("collective") for value in event.arguments.values()]
     return any(is_weights(value) or "graph" in value.labels for value in sent)

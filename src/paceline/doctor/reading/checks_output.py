@@ -52,16 +52,24 @@ def print_on_all_ranks(trace: Trace) -> Iterator[Found]:
         return  # who sets up the ranks elsewhere may silence the others there, too
     training = {loop.number for event in trace.of("backward", "step") for loop in event.loops}
     ending = {id(condition.value) for event in trace.of("exit") for condition in event.under[-1:]}
-    seen: set[int] = set()
+    by_file: dict[str, dict[int, tuple[Event, bool]]] = {}
     for event in trace.of("print"):
         exceptional = any("exception" in c.value.labels or id(c.value) in ending for c in event.under)
-        if not on_all_ranks(event) or exceptional or _says_which_rank(event) or event.line in seen:
+        if not on_all_ranks(event) or exceptional or _says_which_rank(event):
             continue
         each_time = any(loop.number in training for loop in event.loops)
         measured = any(value.labels & {"graph", "eval"} for value in event.arguments.values())
         if "file" not in event.arguments and (each_time or measured):
-            seen.add(event.line)
-            yield Found(event, "every rank prints this", severity=None if each_time else "advice")
+            by_file.setdefault(event.path, {}).setdefault(event.line, (event, each_time))
+    for told in by_file.values():
+        worst_first = sorted(told.values(), key=lambda one: not one[1])
+        more = f", and {len(told) - 1} more lines of this file" if len(told) > _EACH_BY_ITSELF else ""
+        for event, each_time in worst_first[:1] if more else told.values():
+            yield Found(event, f"every rank prints this{more}", severity=None if each_time else "advice")
+
+
+_EACH_BY_ITSELF = 3
+"""Of more lines in a file one stands for all: it is one habit, and one cure."""
 
 
 def _says_which_rank(event: Event) -> bool:
