@@ -167,6 +167,14 @@ def test_steps_are_compared_until_the_weights_come_apart() -> None:
     assert "0.2 with 2 ranks and 0.1 with one worker" in told.why
 
 
+@pytest.mark.parametrize(("low", "steps"), [(False, 1), (True, 2)])
+def test_in_sixteen_bits_weights_stay_together_for_longer(low: bool, steps: int) -> None:
+    nearly = [value * (1 + 1e-4) for value in WEIGHTS]
+    ranks = [Told(rank).step(GRADIENT, low=low).step(GRADIENT, weights=nearly, low=low) for rank in (0, 1)]
+    one = Told(0).step(GRADIENT, samples=8, content=21).step(GRADIENT, samples=8, content=21)
+    assert beside(ranks, one).steps == steps
+
+
 def test_a_difference_in_a_later_step_counts_while_the_weights_are_the_same() -> None:
     ranks = [Told(rank).step(GRADIENT).step(scaled(2)) for rank in (0, 1)]
     one = Told(0).step(GRADIENT, samples=8, content=21).step(GRADIENT, samples=8, content=21)

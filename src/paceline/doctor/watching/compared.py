@@ -30,7 +30,9 @@ from paceline.doctor.watching.steps import (
 __all__ = ["compared", "without_norms"]
 
 _SAME: Final = 1e-5
-"""Weights that differ by less have not come apart; nor have losses, but for rounding."""
+"""Losses that differ by less are the same but for rounding."""
+_TOGETHER: Final = 0.01
+"""Weights have not come apart as long as they differ by less than this share of what gradients may."""
 _LARGEST: Final = 1e100
 """Numbers whose squares can be added up."""
 _FACTOR: Final = 0.02
@@ -142,7 +144,7 @@ def _weights(step: Step, done: Sequence[tuple[Step, Gap]]) -> str | None:
             "set a seed before the model is made"
         )
     apart = difference(weighed(step.ranks[0], "weights"), weighed(step.one, "weights"))
-    if apart <= _SAME:
+    if apart <= _TOGETHER * tolerance(step):
         return None
     before = done[-1][0] if done else step
     rate, rate_of_one = ((record["rates"] or [0.0])[0] for record in (before.ranks[0], before.one))
