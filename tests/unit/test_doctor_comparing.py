@@ -170,7 +170,7 @@ def test_steps_are_compared_until_the_weights_come_apart() -> None:
 @pytest.mark.parametrize(("low", "steps"), [(False, 1), (True, 2)])
 def test_in_sixteen_bits_weights_stay_together_for_longer(low: bool, steps: int) -> None:
     nearly = [value * (1 + 1e-4) for value in WEIGHTS]
-    ranks = [Told(rank).step(GRADIENT, low=low).step(GRADIENT, weights=nearly, low=low) for rank in (0, 1)]
+    ranks = [Told(rank).step(GRADIENT, low=low).step(GRADIENT, weights=[nearly], low=low) for rank in (0, 1)]
     one = Told(0).step(GRADIENT, samples=8, content=21).step(GRADIENT, samples=8, content=21)
     assert beside(ranks, one).steps == steps
 
