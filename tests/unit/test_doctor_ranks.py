@@ -60,6 +60,20 @@ def test_a_keeper_that_has_died_is_told_in_four_beats(monkeypatch: pytest.Monkey
             time.sleep(0.01)
 
 
+def test_ranks_that_cannot_be_started_are_told_in_four_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory, no more processes, too long a command line."""
+    script = tmp_path / "train.py"
+    script.touch()
+    with (
+        pytest.raises(UsageError, match=r"cannot start the ranks: found \[Errno 7\] .*--workers"),
+        ranks.started(script, ["x" * 1_000_000], 2, Scratch(tmp_path, in_place=True), "none"),
+    ):
+        pass
+    monkeypatch.setattr(sys, "executable", "/not/there")
+    with pytest.raises(UsageError, match="cannot start the ranks"), ranks._keeper("a-run", tmp_path):
+        pass
+
+
 SAVES = """
 import sys, time
 from paceline.doctor.watching.probe.files import _whole

@@ -175,7 +175,7 @@ def _keeper(run_id: str, home: Path) -> Iterator[socket.socket]:
     """The link to a new `keeper`, which needs nothing of the package."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        with theirs:
+        with theirs, _refused():
             popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()), run_id, str(home)],
                 stdin=subprocess.DEVNULL,
@@ -217,21 +217,38 @@ def _be_sure_of_store(scratch: Scratch) -> None:
 
 
 def _start(number: int, words: list[str], environ: dict[str, str], settings: dict[str, Any], folder: Path) -> Rank:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        told = json.dumps({**settings, "link": theirs.fileno()})
-        popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.probe", told, *words],
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            pass_fds=[theirs.fileno(), settings["listener"]],
-            process_group=0,
-        )
-    return Rank(number, popen, ours, Path(settings["stacks"]), settings["moved"])
+    with contextlib.ExitStack() as on_failure, _refused():
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        on_failure.enter_context(ours)
+        with theirs:
+            told = json.dumps({**settings, "link": theirs.fileno()})
+            popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"{__package__}.probe", told, *words],
+                cwd=folder,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=[theirs.fileno(), settings["listener"]],
+                process_group=0,
+            )
+        on_failure.pop_all()
+        return Rank(number, popen, ours, Path(settings["stacks"]), settings["moved"])
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Raises UsageError: the machine starts no more processes, or not with words of such a length."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            "cannot start the ranks",
+            found=str(error),
+            needed="memory, processes and open files for all of them",
+            fix="Give fewer --workers or shorter arguments, or use --static",
+        ) from None
 
 
 def _standing_in(gpus: Gpus, rank: int, workers: int) -> dict[str, Any] | None:
