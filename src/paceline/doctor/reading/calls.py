@@ -363,7 +363,7 @@ def _escape(values: Iterable[Value]) -> None:
 
 def named_after_ranks(name: str, value: Value) -> Value:
     """What a variable holds of which only its name tells that it may differ between ranks; else the value itself."""
-    unclear = value.kind == "unknown" and value.known is None and not value.may_vary
+    unclear = value.kind == "unknown" and value.known is None and not value.labels & {"rank", "partly"}
     return (
         Value(labels=value.labels | {"partly"}, name=value.name) if unclear and is_called_after_ranks(name) else value
     )

@@ -63,8 +63,8 @@ class Objects(Expressions):
             return held
         if value.code is not None and isinstance(value.code, Class) and (held := class_field(value, name)) is not None:
             return held
-        if value.kind == "buffer" and name == "data":
-            return value
+        if name == "data" and (value.kind == "buffer" or (value.kind == "unknown" and "owner" in value.fields)):
+            return value  # a buffer's numbers, or those of what is a parameter or a buffer
         if value.kind == "path" and (path := of_path(value, name)) is not None:
             return path
         if value.kind in TENSORS:
