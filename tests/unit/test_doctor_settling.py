@@ -58,7 +58,7 @@ def test_a_failure_explains_who_is_missing_from_then_on(consequence: str) -> Non
 
 
 def test_what_diverges_confirms_what_was_read_and_stands_alone_without_it() -> None:
-    diverged = of("replicas-diverged", "run", evidence="up to 0.3")
+    diverged = of("replicas-diverged", "run", evidence="up to 0.3", stands_in=True)
     bypassed = of("ddp-forward-bypassed", line=2, evidence="model.module(x)")
     (finding,) = settled([diverged, bypassed])
     assert (finding.id, finding.evidence) == ("ddp-forward-bypassed", "model.module(x); up to 0.3")
@@ -66,6 +66,8 @@ def test_what_diverges_confirms_what_was_read_and_stands_alone_without_it() -> N
     assert told(diverged, bypassed, select=["replicas-diverged"]) == [("replicas-diverged", 1, "run")]
     assert told(diverged, bypassed, obeyed=[Obeyed(id=bypassed.id)]) == [("replicas-diverged", 1, "run")]
     assert len(settled([diverged, of("not-distributed", severity="advice")])) == 2
+    known = of("replicas-diverged", "run", line=3, evidence="a learning rate of its own")
+    assert len(settled([known, bypassed])) == 2  # it would stay when the other is mended
 
 
 def test_each_explanation_is_of_rules_and_says_why() -> None:

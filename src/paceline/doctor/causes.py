@@ -105,14 +105,15 @@ _DIVERGES: Final = frozenset(
         *BREAKS,
     }
 )
-"""Causes of ``replicas-diverged``, which is a symptom: it is told by itself where nothing else tells why. A cause that
-was only read gets its numbers as evidence: they confirm it, and are not lost."""
+"""Causes of ``replicas-diverged`` where it is a symptom, told at a step that stands in for a line that is not known: by
+itself only where nothing else tells why. A cause that was only read gets its numbers as evidence: they confirm it, and
+are not lost."""
 
 
 def unexplained(findings: Sequence[Finding]) -> list[Finding]:
     """Each mistake by its most specific name; what merely follows from another one is left out."""
     told = [finding for finding in findings if not any(_explains(cause, finding) for cause in findings)]
-    for symptom in [finding for finding in told if finding.id == "replicas-diverged"]:
+    for symptom in [finding for finding in told if finding.id == "replicas-diverged" and finding.stands_in]:
         causes = [finding for finding in told if finding.id in _DIVERGES and finding.level != "advice"]
         causes.sort(key=lambda finding: finding.seen != "run")
         if causes:
