@@ -12,10 +12,10 @@ What becomes of what is known is said by functions: by pure ones in `flows` for 
   sets; `seeds`: random numbers. What torch's names mean at all stands in the tables of `knowledge`;
 * `instances`: objects of the script's own classes; `surroundings`: command line, environment, processes.
 
-The reader itself is one class, since each part of a syntax tree may hold each other one: `machine` (what it remembers,
-under which conditions, and the trace that it leaves), and on it in layers, each of which knows those below and may call
-`evaluate`, `execute` and `call`: `operators`, `expressions`, `objects` (attributes, elements, iteration), `calls`,
-`assignments`, `definitions`, `statements`.
+The reader itself is one class, since each part of a syntax tree may hold each other one. `machine` is what it
+remembers, under which conditions, and the trace that it leaves; `walker` what its parts, and the functions above, may
+ask of each other. The parts are layers, each of which knows those below: `operators`, `expressions`, `objects`
+(attributes, elements, iteration), `calls`, `assignments`, `definitions`, `statements`.
 """
 
 from __future__ import annotations

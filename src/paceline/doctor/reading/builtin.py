@@ -14,9 +14,10 @@ from typing import Any, Final
 from paceline.doctor.reading.arithmetic import calculated, named
 from paceline.doctor.reading.expressions import order_of
 from paceline.doctor.reading.flows import detached, joined, labels_of, part_labels, tested
+from paceline.doctor.reading.lookup import bound, method_of
 from paceline.doctor.reading.machine import Class
-from paceline.doctor.reading.objects import Objects, bound, method_of
 from paceline.doctor.reading.values import FACTORS, NONE, UNKNOWN, VARYING, Known, Value, combined, constant, words
+from paceline.doctor.reading.walker import Walker
 
 __all__ = ["builtin"]
 
@@ -58,7 +59,7 @@ _CORES: Final = words("os.cpu_count multiprocessing.cpu_count torch.multiprocess
 
 
 def builtin(
-    reader: Objects, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    reader: Walker, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
 ) -> Value | None:
     """``None``: it is no such call."""
     short = "range" if name.endswith(".trange") else name.removeprefix("builtins.")
@@ -77,7 +78,7 @@ def builtin(
     return known(reader, arguments, keywords, node) if known is not None else None
 
 
-def _folded(reader: Objects, name: str, arguments: list[Value], labels: frozenset[str], node: ast.AST) -> Value:
+def _folded(reader: Walker, name: str, arguments: list[Value], labels: frozenset[str], node: ast.AST) -> Value:
     """A function of numbers, texts or paths."""
     first = arguments[0]
     if name == "str" and (text := reader.text_of(first, node)) is not first:
@@ -103,7 +104,7 @@ def _without_arguments(name: str) -> Value | None:
     return None
 
 
-def _len(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _len(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     value = arguments[0].of_kind("loader", "dataset", "sampler", "list", "tensor") or arguments[0]
     if isinstance(value.code, Class) and (method := method_of(value, "__len__")) is not None:
         size = reader.call(bound(method, value), [], {}, node)
@@ -125,39 +126,39 @@ def _len(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast
     return Value("scalar" if known else "unknown", own, known=known)
 
 
-def _range(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _range(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     bounds = [bound.known for bound in arguments[:3]]
     changing = any(bound is None or bound.loop is not None for bound in bounds)
     length = None if changing else combined(lambda *parts: len(range(*parts)), *bounds)
     return Value("range", labels_of(arguments), items=arguments[:3], length=length)
 
 
-def _enumerate(reader: Objects, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+def _enumerate(reader: Walker, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
     over = arguments[0]
     start = keywords.get("start") or (arguments[1] if len(arguments) > 1 else constant(0))
     return Value("enumerate", labels_of((over,)), fields={"of": over}, items=[start], length=over.length)
 
 
-def _zip(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _zip(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     return Value("zip", labels_of(arguments), items=arguments, length=arguments[0].length)
 
 
-def _sorted(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _sorted(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     return _freshened(arguments[0], remove={"listing", "hash-order"})
 
 
-def _reversed(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _reversed(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value = _freshened(arguments[0], remove=set())
     value.items = value.items[::-1] if value.items is not None else None
     return value
 
 
-def _set(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _set(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value = _freshened(arguments[0], remove={"listing", "hash-order", "shuffled"})
     return Value("set", value.labels | {"unique"}, items=value.items)
 
 
-def _list(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _list(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     value = arguments[0]
     if value.kind in ("loader", "lazy", "enumerate", "zip"):
         return Value("list", labels_of((value,)) | {"some"}, items=[reader.element(value, node)], length=value.length)
@@ -166,7 +167,7 @@ def _list(reader: Objects, arguments: list[Value], _: dict[str, Value], node: as
     return Value("list", labels_of((value,)), length=value.length) if value.kind == "range" else value
 
 
-def _iter(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _iter(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     value = arguments[0]
     if (loader := value.of_kind("loader")) is not None:
         reader.event("iterate", node, subject=loader)
@@ -175,7 +176,7 @@ def _iter(reader: Objects, arguments: list[Value], _: dict[str, Value], node: as
     return value
 
 
-def _next(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _next(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     value = arguments[0]
     if value.kind != "instance":
         mark = len(reader.trace.events)
@@ -187,22 +188,22 @@ def _next(reader: Objects, arguments: list[Value], _: dict[str, Value], node: as
     return reader.call_method(value, "__next__", [], {}, node)
 
 
-def _map(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _map(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     given = [reader.element(part, node) for part in arguments[1:]]
     made = reader.call(arguments[0], given, {}, node)
     return Value("list", labels_of([made]) | {"some"}, items=[made])
 
 
-def _filter(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _filter(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     return _freshened(arguments[-1], remove=set(), add={"some"})
 
 
-def _sum(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _sum(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     inner = reader.element(arguments[0], node)
     return Value("tensor" if inner.kind == "tensor" else "unknown", labels_of((inner, arguments[0])) | {"sum"})
 
 
-def _type(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _type(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value = arguments[0]
     if value.options:
         return Value()
@@ -213,7 +214,7 @@ def _type(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.
     return cls if cls is not None else Value("api", name=value.name) if known else Value()
 
 
-def _isinstance(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _isinstance(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value = arguments[0]
     name = arguments[1].name if len(arguments) > 1 else ""
     if name == "torch.nn.parallel.DistributedDataParallel" and not value.options:
@@ -224,7 +225,7 @@ def _isinstance(reader: Objects, arguments: list[Value], _: dict[str, Value], __
     return Value(labels=value.labels & {"config"})
 
 
-def _hasattr(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _hasattr(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
     if value.kind == "api" and value.name.split(".")[0] == "torch" and isinstance(name, str):
         return constant(True) if name not in _DEVICES else Value()
@@ -237,7 +238,7 @@ def _hasattr(reader: Objects, arguments: list[Value], _: dict[str, Value], __: a
     return Value()
 
 
-def _getattr(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _getattr(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     value, name = arguments[0], arguments[1].only if len(arguments) > 1 else UNKNOWN
     if isinstance(name, str):
         if len(arguments) > 2 and value.kind not in ("instance", "module", "ddp", "api", "python_module"):
@@ -250,44 +251,44 @@ def _getattr(reader: Objects, arguments: list[Value], _: dict[str, Value], node:
     return Value(labels=part_labels(value))
 
 
-def _setattr(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _setattr(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     if len(arguments) == 3 and isinstance(name := arguments[1].only, str):
         reader.write(arguments[0].fields, name, arguments[2])
     return NONE
 
 
-def _vars(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _vars(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value = arguments[0]
     return Value("dict", part_labels(value) | {"open"}, fields=value.fields)
 
 
-def _defaultdict(reader: Objects, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+def _defaultdict(reader: Walker, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     first = reader.call(arguments[0], [], {}, node) if not arguments[0].is_none else Value()
     return Value("dict", frozenset({"open"}), fields={"*": first, **keywords})
 
 
-def _replace(reader: Objects, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+def _replace(reader: Walker, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
     value = arguments[0]
     return replace(value, fields={**value.fields, **keywords})
 
 
-def _print(reader: Objects, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+def _print(reader: Walker, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     for argument in arguments:
         reader.text_of(argument, node)
     return NONE
 
 
-def _dict(reader: Objects, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
+def _dict(reader: Walker, arguments: list[Value], keywords: dict[str, Value], _: ast.AST) -> Value:
     value = arguments[0]
     own = frozenset() if value.kind == "dict" and "open" not in value.labels else frozenset({"open"})
     return Value("dict", part_labels(value) | own, fields={**value.fields, **keywords})
 
 
-def _any(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _any(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     return Value("unknown", tested([reader.element(arguments[0], node)]))
 
 
-def _islice(reader: Objects, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
+def _islice(reader: Walker, arguments: list[Value], _: dict[str, Value], __: ast.AST) -> Value:
     value = arguments[0]
     bounds = [a.known for a in arguments[1:]]
     length = combined(lambda size, *b: len(range(*slice(*b).indices(size))), value.length, *bounds)
@@ -302,11 +303,11 @@ def _islice(reader: Objects, arguments: list[Value], _: dict[str, Value], __: as
     )
 
 
-def _cycle(reader: Objects, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
+def _cycle(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.AST) -> Value:
     return _iter(reader, arguments, {}, node)
 
 
-_KNOWN: Final[dict[str, Callable[[Objects, list[Value], dict[str, Value], ast.AST], Value]]] = {
+_KNOWN: Final[dict[str, Callable[[Walker, list[Value], dict[str, Value], ast.AST], Value]]] = {
     "len": _len,
     "range": _range,
     "enumerate": _enumerate,

@@ -25,10 +25,10 @@ from paceline.doctor.reading.knowledge import (
     may_agree,
     speaks_of_ranks,
 )
+from paceline.doctor.reading.lookup import bound, class_field, method_of
 from paceline.doctor.reading.machine import HARD_PRESSED, Class, Frame, Function, Scope, Started
-from paceline.doctor.reading.objects import Objects, bound, class_field, method_of
+from paceline.doctor.reading.objects import Objects
 from paceline.doctor.reading.program import Program
-from paceline.doctor.reading.samples import batch
 from paceline.doctor.reading.seeds import picks, seeded
 from paceline.doctor.reading.surroundings import environment_call, parser_call, spawn
 from paceline.doctor.reading.torch_calls import known_call, tensor_call, tensor_method
@@ -334,9 +334,6 @@ class Calls(Objects):
             del self.within[len(self.within) - len(code.contexts) :]
             self.levels.pop()
             self.frames.pop()
-
-    def batch(self, loader: Value, node: ast.AST) -> Value:
-        return batch(self, loader, node)
 
     def run_lazily(self, value: Value, node: ast.AST) -> Value:
         if not isinstance(value.code, Started):

@@ -147,10 +147,6 @@ class Expressions(Operators):
 
     # --- functions and comprehensions
 
-    def text_of(self, value: Value, node: ast.AST) -> Value:
-        """What stands for it in a text: a class of the script may say so, and do a lot for it."""
-        return value
-
     def _call(self, node: ast.Call) -> Value:
         receiver = self.evaluate(node.func.value) if isinstance(node.func, ast.Attribute) else None
         function = self.evaluate(node.func) if receiver is None else None

@@ -6,13 +6,14 @@ import ast
 
 from paceline.doctor.reading.flows import labels_of
 from paceline.doctor.reading.knowledge import MEAN_LOSSES
-from paceline.doctor.reading.objects import Objects, bound, method_of, submodules
+from paceline.doctor.reading.lookup import bound, method_of, submodules
 from paceline.doctor.reading.values import Value, numbered
+from paceline.doctor.reading.walker import Walker
 
 __all__ = ["forward", "loss_of"]
 
 
-def forward(reader: Objects, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+def forward(reader: Walker, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     """Calls a module. Its result carries which call it came from, to be found again in a loss."""
     if module.name.rpartition(".")[2] in MEAN_LOSSES:
         return loss_of(reader, module.fields, [*arguments, *keywords.values()])
@@ -38,7 +39,7 @@ def forward(reader: Objects, module: Value, arguments: list[Value], keywords: di
 
 
 def _run_forward(
-    reader: Objects, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    reader: Walker, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
 ) -> Value | None:
     if module.kind == "ddp":
         inner = module.fields.get("module", Value("module"))
@@ -53,7 +54,7 @@ def _run_forward(
     return None
 
 
-def loss_of(reader: Objects, options: dict[str, Value], parts: list[Value]) -> Value:
+def loss_of(reader: Walker, options: dict[str, Value], parts: list[Value]) -> Value:
     reduction, ignores = options.get("reduction"), "ignore_index" in options
     how = reduction.only if reduction is not None else "mean"
     labels = labels_of(parts) - {"sum", "mean"}

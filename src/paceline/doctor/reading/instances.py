@@ -7,10 +7,11 @@ from typing import Final
 
 from paceline.doctor.reading.flows import carried, doubted, labels_of
 from paceline.doctor.reading.knowledge import METHODS, api
+from paceline.doctor.reading.lookup import bound, class_field, method_of
 from paceline.doctor.reading.machine import Class
-from paceline.doctor.reading.objects import Objects, bound, class_field, method_of
 from paceline.doctor.reading.seeds import drawn
 from paceline.doctor.reading.values import ORDERS, VARYING, Value, numbered, words
+from paceline.doctor.reading.walker import Walker
 
 __all__ = ["call_super", "instantiate", "super_of"]
 
@@ -29,9 +30,7 @@ _DICTS: Final = words(
 )
 
 
-def instantiate(
-    reader: Objects, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
-) -> Value:
+def instantiate(reader: Walker, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     kind, base = kind_of(cls)
     made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
     made.fields["__class__"] = cls
@@ -61,7 +60,7 @@ def instantiate(
     return made
 
 
-def _without_init(reader: Objects, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
+def _without_init(reader: Walker, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
     """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
     annotated = [
         line.target.id
@@ -77,7 +76,7 @@ def _without_init(reader: Objects, cls: Value, made: Value, arguments: list[Valu
     made.fields.update({name: value for name, value in keywords.items() if name != "**"})
 
 
-def super_of(reader: Objects, arguments: list[Value]) -> dict[str, Value]:
+def super_of(reader: Walker, arguments: list[Value]) -> dict[str, Value]:
     names = reader.frame.scope.names
     owner = arguments[1] if len(arguments) > 1 else next(iter(names.values()), Value())
     home = reader.frame.scope.names.get("__class__")
@@ -85,7 +84,7 @@ def super_of(reader: Objects, arguments: list[Value]) -> dict[str, Value]:
 
 
 def call_super(
-    reader: Objects, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    reader: Walker, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
 ) -> Value:
     owner, home = receiver.fields["owner"], receiver.fields["home"]
     for base in home.code.bases if isinstance(home.code, Class) else ():

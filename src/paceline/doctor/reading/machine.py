@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,8 +115,8 @@ class Frame:
     call: Call | None = None
 
 
-class Machine(ABC):
-    """What every part of the reader shares."""
+class Machine:
+    """What the reader remembers, under which conditions, and the trace that it leaves."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -139,35 +138,6 @@ class Machine(ABC):
         self.until_s = time.monotonic() + DEADLINE_S
         self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
         self._numbers = 0
-
-    @abstractmethod
-    def evaluate(self, node: ast.expr) -> Value: ...
-
-    @abstractmethod
-    def execute(self, body: list[ast.stmt]) -> Flow: ...
-
-    @abstractmethod
-    def call(self, function: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value: ...
-
-    @abstractmethod
-    def call_method(
-        self, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
-    ) -> Value: ...
-
-    @abstractmethod
-    def attribute(self, value: Value, name: str, node: ast.AST) -> Value: ...
-
-    @abstractmethod
-    def assign(self, target: ast.expr, value: Value) -> None: ...
-
-    @abstractmethod
-    def item(self, value: Value, key: Value, node: ast.AST) -> Value: ...
-
-    @abstractmethod
-    def elements(self, value: Value, loop: Loop, node: ast.AST, most: int = 4) -> list[Value]: ...
-
-    @abstractmethod
-    def element(self, value: Value, node: ast.AST) -> Value: ...
 
     @property
     def frame(self) -> Frame:
@@ -247,6 +217,13 @@ class Machine(ABC):
         if len(self.trace.events) >= MAX_EVENTS:
             self.steps_left = 0
         return event
+
+    def on_read(self, value: Value, name: str, *, sure: bool = True) -> None:
+        """A field of a module was looked at in some forward; ``sure``: in each one, if nothing stands above it."""
+        if self.inside and value.kind == "module":
+            always = sure and len(self.conditions()) <= self.forward_from
+            fields = self.trace.reads.setdefault(self.trace.identity(value), {})
+            fields[name] = fields.get(name, False) or always
 
     # --- a memory that can be taken back
 

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import ast
-from abc import abstractmethod
-from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Final
 
 from paceline.doctor.reading.arithmetic import TENSORS
 from paceline.doctor.reading.expressions import Expressions, order_of
 from paceline.doctor.reading.flows import detached, joined, labelled, labels_of, part_labels, picked
-from paceline.doctor.reading.knowledge import LAUNCHED, METHODS, Api, speaks_of_ranks
+from paceline.doctor.reading.knowledge import METHODS, speaks_of_ranks
+from paceline.doctor.reading.lookup import bound, class_field, method_of, of_path, submodules
 from paceline.doctor.reading.machine import Class, Function
 from paceline.doctor.reading.program import Module
+from paceline.doctor.reading.samples import batch
+from paceline.doctor.reading.surroundings import variable
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import RANKS, STEPS, UNKNOWN, Known, Value, combined, constant, words
 
-__all__ = ["Objects", "bound", "method_of", "submodules"]
+__all__ = ["Objects"]
 
 _TENSOR_ATTRIBUTES: Final = words("T mT H real imag")
 _SIZES: Final = words("shape ndim dtype device itemsize nbytes requires_grad is_cuda")
 _OF_ALL: Final = frozenset({"own-size", "unique"})
 """How many elements there are says nothing about one of them."""
-_RANKS_ELSEWHERE: Final = {
-    "SLURM_PROCID": "global_rank",
-    "SLURM_LOCALID": "local_rank",
-    "OMPI_COMM_WORLD_RANK": "global_rank",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
-    "PMI_RANK": "global_rank",
-}
-"""Variables in which other launchers tell a rank."""
 MAX_UNROLLED: Final = 4
 
 
@@ -85,13 +78,6 @@ class Objects(Expressions):
             value.fields[name] = child_value  # the same object the next time
         return child_value
 
-    def on_read(self, value: Value, name: str, *, sure: bool = True) -> None:
-        """A field of a module was looked at in some forward; ``sure``: in each one, if nothing stands above it."""
-        if self.inside and value.kind == "module":
-            always = sure and len(self.conditions()) <= self.forward_from
-            fields = self.trace.reads.setdefault(self.trace.identity(value), {})
-            fields[name] = fields.get(name, False) or always
-
     def _of_tensor(self, value: Value, name: str) -> Value:
         if name == "grad":
             child = Value("grad", labels_of((value,)) | {"gradient"}, fields={"of": value})
@@ -119,7 +105,7 @@ class Objects(Expressions):
         if value.options:
             return joined([self.item(option, key, node) for option in value.each()] or [Value(labels=value.labels)])
         if value.name == "os.environ" and value.kind == "api":
-            return self.variable(key, node)
+            return variable(self, key)
         if value.kind == "path" and value.name == "parents":
             above = combined(lambda text, index: str(PurePath(text).parents[index]), value.known, key.known)
             return Value("path", value.labels, known=above)
@@ -217,33 +203,6 @@ class Objects(Expressions):
         kind = value.kind if value.kind in ("list", "tuple", "tensor", "parameter") else "unknown"
         return Value(kind, labels, value.name, fields=_view_of(value), items=items, length=length)
 
-    def variable(self, key: Value, node: ast.AST, default: Value | None = None) -> Value:
-        """An environment variable."""
-        name = key.only
-        if isinstance(name, str):
-            self.trace.variables.add(name)
-        match name:
-            case "RANK":
-                labels = frozenset({"rank", "global_rank", "environment"})
-                return Value("scalar", labels, known=Known(("0", "1")))
-            case "LOCAL_RANK":
-                labels = frozenset({"rank", "local_rank", "environment"})
-                return Value("scalar", labels, known=Known(("0", "1")))
-            case "WORLD_SIZE" | "LOCAL_WORLD_SIZE":
-                return Value(
-                    "scalar", frozenset({"world", "world-multiple", "environment"}), "world size", Known((str(RANKS),))
-                )
-        if (which := _RANKS_ELSEWHERE.get(name)) is not None:
-            return Value(labels=frozenset({"rank", which})) if default is None or default.is_none else default
-        if isinstance(name, str) and name in LAUNCHED:
-            return Value("unknown", name=f"os.environ[{name}]")
-        labels = default.labels if default is not None else frozenset()
-        if isinstance(name, str) and name.startswith(("SLURM_", "OMPI_", "PMI_")):
-            labels |= {"other-launcher"}
-        elif isinstance(name, str) and any(part in name.upper() for part in ("TMP", "TEMP", "SCRATCH")):
-            labels |= {"own-disk"}
-        return Value(labels=labels)
-
     # --- iteration
 
     def elements(self, value: Value, loop: Loop, node: ast.AST, most: int = MAX_UNROLLED) -> list[Value]:
@@ -294,7 +253,7 @@ class Objects(Expressions):
             return joined([self.element(option, node) for option in value.each()] or [Value(labels=value.labels)])
         match value.kind:
             case "loader":
-                return self.batch(value, node)
+                return batch(self, value, node)
             case "lazy":
                 return self.run_lazily(value, node)
             case "parameters":
@@ -324,76 +283,7 @@ class Objects(Expressions):
         kind = value.kind if value.kind in ("tensor", "batch") else "unknown"
         return Value(kind, part_labels(value) | order_of(value), "sample" if kind != "unknown" else "")
 
-    @abstractmethod
-    def batch(self, loader: Value, node: ast.AST) -> Value:
-        """What a loader gives."""
-
-    @abstractmethod
-    def known_method(
-        self,
-        receiver: Value,
-        name: str,
-        known: Api,
-        arguments: list[Value],
-        keywords: dict[str, Value],
-        node: ast.AST,
-    ) -> Value:
-        """A method of which the tables know something."""
-
-    @abstractmethod
-    def run_lazily(self, value: Value, node: ast.AST) -> Value:
-        """What a generator gives."""
-
 
 def _view_of(value: Value) -> dict[str, Value]:
     """A part of a tensor is that tensor's: what changes it changes both."""
     return {"whole": value} if value.kind == "tensor" else dict(value.fields) if value.kind == "parameter" else {}
-
-
-def bound(method: Value, owner: Value) -> Value:
-    """A method of ``owner``."""
-    code: Function = method.code
-    return Value("function", name=method.name, code=replace(code, owner=owner))
-
-
-def class_field(value: Value, name: str, depth: int = 12) -> Value | None:
-    """What a class, or its bases in the script, define under that name."""
-    holder = value if value.kind == "class" else value.fields.get("__class__")
-    if holder is None or not isinstance(holder.code, Class) or depth == 0:
-        return None
-    if (found := holder.fields.get(name)) is not None:
-        return found
-    for base in holder.code.bases:
-        if base.kind == "class" and (found := class_field(base, name, depth - 1)) is not None:
-            return found
-    return None
-
-
-def method_of(value: Value, name: str) -> Value | None:
-    """A function that the class of an object defines."""
-    found = class_field(value, name) if isinstance(value.code, Class) else None
-    return found if found is not None and found.kind == "function" else None
-
-
-def submodules(value: Value, depth: int = 6) -> list[Value]:
-    """Modules held directly by one, in lists and tuples too."""
-    found: list[Value] = []
-    for name, held in value.fields.items():
-        if name == "__class__":
-            continue
-        for option in held.each():
-            if option.kind in ("module", "ddp", "parameter"):
-                found.append(option)
-            elif option.items is not None and depth:
-                found += [item for part in option.items for item in part.each() if item.kind == "module"]
-    return found
-
-
-def of_path(value: Value, name: str) -> Value | None:
-    """What ``pathlib`` tells of a path by its text alone."""
-    if name == "parents":
-        return Value("path", value.labels, "parents", value.known)
-    if name in ("parent", "name", "stem", "suffix"):
-        known = combined(lambda text: str(getattr(PurePath(text), name)), value.known)
-        return Value("path" if name == "parent" else "scalar", value.labels, known=known)
-    return None

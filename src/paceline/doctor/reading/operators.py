@@ -11,9 +11,9 @@ from typing import Any
 from paceline.doctor.reading.arithmetic import calculated, named
 from paceline.doctor.reading.flows import joined, labels_of, part_labels, picked, tested
 from paceline.doctor.reading.knowledge import LAUNCHED
-from paceline.doctor.reading.machine import Machine
 from paceline.doctor.reading.trace import MAX_NESTED, Condition
 from paceline.doctor.reading.values import RANKS, STEPS, UNKNOWN, VARYING, Known, Value, combined, constant
+from paceline.doctor.reading.walker import Walker
 
 __all__ = ["Operators", "opposite", "whether_none"]
 
@@ -32,7 +32,7 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 
 
-class Operators(Machine):
+class Operators(Walker):
     """Evaluates operators."""
 
     def _binop(self, node: ast.BinOp) -> Value:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from paceline.doctor.reading.evidence import inner_module, modules_in, opposite
-from paceline.doctor.reading.objects import method_of
+from paceline.doctor.reading.lookup import method_of
 from paceline.doctor.reading.trace import Condition, Event, Trace
 from paceline.doctor.reading.values import NONE, UNKNOWN, Value, words
 

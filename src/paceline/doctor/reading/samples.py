@@ -6,13 +6,14 @@ import ast
 import operator
 
 from paceline.doctor.reading.flows import labels_of
-from paceline.doctor.reading.objects import Objects, bound, method_of
+from paceline.doctor.reading.lookup import bound, method_of
 from paceline.doctor.reading.values import NONE, RANKS, VARYING, Known, Value, combined, numbered
+from paceline.doctor.reading.walker import Walker
 
 __all__ = ["batch", "number_of", "split"]
 
 
-def batch(reader: Objects, loader: Value, node: ast.AST) -> Value:
+def batch(reader: Walker, loader: Value, node: ast.AST) -> Value:
     """What a loader gives; the same on all ranks if nothing shards or shuffles it differently."""
     dataset = loader.fields.get("dataset", Value())
     given = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
@@ -34,19 +35,19 @@ def batch(reader: Objects, loader: Value, node: ast.AST) -> Value:
     return made
 
 
-def _dataset_labels(reader: Objects, dataset: Value, node: ast.AST) -> frozenset[str]:
+def _dataset_labels(reader: Walker, dataset: Value, node: ast.AST) -> frozenset[str]:
     """Of what it reads for one sample: a dataset may shard itself."""
     return labels_of([_drawn(reader, dataset, "__getitem__", [Value()], node)]) & {"rank"}
 
 
-def _indices(reader: Objects, sampler: Value, node: ast.AST) -> Value:
+def _indices(reader: Walker, sampler: Value, node: ast.AST) -> Value:
     """What a sampler of the script's own gives; ``escaped`` if something went into it of which nothing is known."""
     before = reader.unknown_calls
     indices = _drawn(reader, sampler, "__iter__", [], node)
     return indices if reader.unknown_calls == before else Value(labels=indices.labels | {"escaped"})
 
 
-def _drawn(reader: Objects, dataset: Value, name: str, arguments: list[Value], node: ast.AST) -> Value:
+def _drawn(reader: Walker, dataset: Value, name: str, arguments: list[Value], node: ast.AST) -> Value:
     method = method_of(dataset, name)
     if method is None:
         return Value()
@@ -68,7 +69,7 @@ def is_sharded(samplers: list[Value]) -> bool:
     )
 
 
-def number_of(reader: Objects, name: str, arguments: dict[str, Value], positional: list[Value]) -> Known | None:
+def number_of(reader: Walker, name: str, arguments: dict[str, Value], positional: list[Value]) -> Known | None:
     first = positional[0].length if positional else None
     match name:
         case "torch.utils.data.TensorDataset":
@@ -96,7 +97,7 @@ def _batches(count: Known | None, arguments: dict[str, Value]) -> Known | None:
     return combined(lambda n, b: n // operator.index(b) if drop else -(-n // operator.index(b)), count, size)
 
 
-def split(reader: Objects, name: str, arguments: dict[str, Value]) -> Value:
+def split(reader: Walker, name: str, arguments: dict[str, Value]) -> Value:
     source = next(iter(arguments.values()), Value())
     if name.startswith("torch"):
         generator = arguments.get("generator")

@@ -11,8 +11,8 @@ from typing import Final
 from paceline.doctor.reading.definitions import Definitions
 from paceline.doctor.reading.expressions import count_of
 from paceline.doctor.reading.flows import tested
+from paceline.doctor.reading.lookup import bound, method_of
 from paceline.doctor.reading.machine import HURRIED, Class, Flow, Started
-from paceline.doctor.reading.objects import bound, method_of
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.trace import Loop, loaders_in
 from paceline.doctor.reading.values import NONE, Value, combined, constant

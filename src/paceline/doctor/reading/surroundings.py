@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import ast
+from typing import Final
 
-from paceline.doctor.reading.objects import Objects
-from paceline.doctor.reading.values import NONE, Known, Value
+from paceline.doctor.reading.knowledge import LAUNCHED
+from paceline.doctor.reading.machine import Machine
+from paceline.doctor.reading.values import NONE, RANKS, Known, Value
+from paceline.doctor.reading.walker import Walker
 
-__all__ = ["environment_call", "parser_call", "spawn"]
+__all__ = ["environment_call", "parser_call", "spawn", "variable"]
+
+
+_RANKS_ELSEWHERE: Final = {
+    "SLURM_PROCID": "global_rank",
+    "SLURM_LOCALID": "local_rank",
+    "OMPI_COMM_WORLD_RANK": "global_rank",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
+    "PMI_RANK": "global_rank",
+}
+"""Variables in which other launchers tell a rank."""
 
 
 def environment_call(
-    reader: Objects, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    reader: Walker, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
 ) -> Value:
     match name:
         case "os.environ.get" | "os.getenv" | "os.environ.pop" | "os.environ.setdefault" if arguments:
-            return reader.variable(arguments[0], node, arguments[1] if len(arguments) > 1 else NONE)
+            return variable(reader, arguments[0], arguments[1] if len(arguments) > 1 else NONE)
         case "os.environ.update":
             for key, value in {**(arguments[0].fields if arguments else {}), **keywords}.items():
                 reader.event("environment", node, name=key, arguments={"value": value})
     return Value("dict", frozenset({"open"}), name="os.environ")
+
+
+def variable(machine: Machine, key: Value, default: Value | None = None) -> Value:
+    """An environment variable."""
+    name = key.only
+    if isinstance(name, str):
+        machine.trace.variables.add(name)
+    match name:
+        case "RANK":
+            labels = frozenset({"rank", "global_rank", "environment"})
+            return Value("scalar", labels, known=Known(("0", "1")))
+        case "LOCAL_RANK":
+            labels = frozenset({"rank", "local_rank", "environment"})
+            return Value("scalar", labels, known=Known(("0", "1")))
+        case "WORLD_SIZE" | "LOCAL_WORLD_SIZE":
+            return Value(
+                "scalar", frozenset({"world", "world-multiple", "environment"}), "world size", Known((str(RANKS),))
+            )
+    if (which := _RANKS_ELSEWHERE.get(name)) is not None:
+        return Value(labels=frozenset({"rank", which})) if default is None or default.is_none else default
+    if isinstance(name, str) and name in LAUNCHED:
+        return Value("unknown", name=f"os.environ[{name}]")
+    labels = default.labels if default is not None else frozenset()
+    if isinstance(name, str) and name.startswith(("SLURM_", "OMPI_", "PMI_")):
+        labels |= {"other-launcher"}
+    elif isinstance(name, str) and any(part in name.upper() for part in ("TMP", "TEMP", "SCRATCH")):
+        labels |= {"own-disk"}
+    return Value(labels=labels)
 
 
 def parser_call(parser: Value, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
@@ -40,7 +81,7 @@ def parser_call(parser: Value, name: str, arguments: list[Value], keywords: dict
     return parser if name.startswith("add_") else Value()
 
 
-def spawn(reader: Objects, role: str, given: dict[str, Value], node: ast.AST) -> None:
+def spawn(reader: Walker, role: str, given: dict[str, Value], node: ast.AST) -> None:
     """Reads what started processes run, as a rank of them."""
     target = given.get("fn") or given.get("target")
     if target is None or target.kind not in ("function", "partial"):

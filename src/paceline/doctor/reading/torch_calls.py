@@ -11,7 +11,6 @@ from paceline.doctor.reading.arithmetic import TENSORS, Calculation, calculated,
 from paceline.doctor.reading.flows import carried, detached, joined, labels_of, part_labels
 from paceline.doctor.reading.forwards import loss_of
 from paceline.doctor.reading.knowledge import MEAN_LOSSES, Api, speaks_of_ranks
-from paceline.doctor.reading.objects import Objects
 from paceline.doctor.reading.samples import number_of, split
 from paceline.doctor.reading.seeds import drawn, drawn_from, picks, seed, seed_workers, seeded
 from paceline.doctor.reading.values import (
@@ -27,6 +26,7 @@ from paceline.doctor.reading.values import (
     numbered,
     words,
 )
+from paceline.doctor.reading.walker import Walker
 
 __all__ = ["agreed", "known_call", "tensor_call", "tensor_method"]
 
@@ -51,7 +51,7 @@ _BY_DIMENSION: Final = words(
 
 
 def known_call(
-    reader: Objects, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], node: ast.AST
+    reader: Walker, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], node: ast.AST
 ) -> Value:
     """A call of which the tables know something."""
     labels = labels_of(content((), arguments))
@@ -77,7 +77,7 @@ def known_call(
 
 
 def _made(
-    reader: Objects, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], labels: frozenset[str]
+    reader: Walker, name: str, known: Api, arguments: dict[str, Value], positional: list[Value], labels: frozenset[str]
 ) -> Value:
     match name:
         case "torch.distributed.get_rank" if not arguments.get("group", NONE).is_none:
@@ -140,13 +140,11 @@ def _made(
     return Value(known.makes, labels & VARYING, name, fields=dict(arguments))
 
 
-def _module(reader: Objects, name: str, fields: dict[str, Value]) -> Value:
+def _module(reader: Walker, name: str, fields: dict[str, Value]) -> Value:
     return Value("module", drawn(reader), name, fields=fields)
 
 
-def tensor_call(
-    reader: Objects, name: str, positional: list[Value], keywords: dict[str, Value], node: ast.AST
-) -> Value:
+def tensor_call(reader: Walker, name: str, positional: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     """Any other function of torch or numpy: a tensor made of its arguments."""
     parent, _, last = name.rpartition(".")
     operands = content(positional, keywords)
@@ -167,7 +165,7 @@ def tensor_call(
     return Value("tensor", labels, length=_length_of(parent, last, positional))
 
 
-def _calculated(reader: Objects, calculation: Calculation, name: str, operands: list[Value], node: ast.AST) -> Value:
+def _calculated(reader: Walker, calculation: Calculation, name: str, operands: list[Value], node: ast.AST) -> Value:
     """``torch.div(a, b)``, ``a.div(b)``; ``a.div_(b)`` and ``torch._foreach_div_(all, b)`` change the first."""
     left, right = operands[:2]
     made = calculated(calculation, left, right, getattr(node, "lineno", 0))
@@ -179,7 +177,7 @@ def _calculated(reader: Objects, calculation: Calculation, name: str, operands: 
 
 
 def tensor_method(
-    reader: Objects, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
+    reader: Walker, value: Value, name: str, arguments: list[Value], keywords: dict[str, Value], node: ast.AST
 ) -> Value:
     """Any method of a tensor, or of something unknown."""
     operands = [value, *content(arguments, keywords)]
@@ -211,7 +209,7 @@ def tensor_method(
     return Value(kind, labels, length=value.length if keeps else None)
 
 
-def _size(reader: Objects, value: Value, name: str, arguments: list[Value]) -> Value:
+def _size(reader: Walker, value: Value, name: str, arguments: list[Value]) -> Value:
     where = arguments[0].default if arguments else UNKNOWN
     length = value.length if where == 0 or (name == "numel" and value.kind == "tensor") else None
     if length is not None and length.only is not UNKNOWN:
@@ -222,7 +220,7 @@ def _size(reader: Objects, value: Value, name: str, arguments: list[Value]) -> V
     return Value("scalar" if known else "unknown", own, known=known)
 
 
-def _agree(reader: Objects, name: str, arguments: dict[str, Value]) -> None:
+def _agree(reader: Walker, name: str, arguments: dict[str, Value]) -> None:
     source = next((arguments[n] for n in ("tensor", "input_tensor", "obj") if n in arguments), None)
     for parameter in _FILLED:
         if (value := arguments.get(parameter)) is None:
@@ -235,7 +233,7 @@ def _agree(reader: Objects, name: str, arguments: dict[str, Value]) -> None:
             agreed(part, {"reduced", "gathered"} if is_gathered else {"reduced"})
 
 
-def _no_grad(reader: Objects) -> bool:
+def _no_grad(reader: Walker) -> bool:
     return any(context.name == "no_grad" for context in reader.within)
 
 
