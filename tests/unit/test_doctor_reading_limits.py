@@ -116,11 +116,11 @@ def test_time_is_bounded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("x = 1\n" * 5000)
     reader = Reader(Program(script))
-    reader.until_s = time.monotonic() - 1
+    reader.until_s = time.thread_time() - 1
     reader.walk()
     assert reader.steps_left <= 0  # and it says so: "read in part"
     assert len(reader.program.main.names) <= 3
-    late = Trace(until_s=time.monotonic() - 1)
+    late = Trace(until_s=time.thread_time() - 1)
     with pytest.raises(TimeoutError):
         late.any("step")
 

@@ -86,7 +86,7 @@ def read(script: Path) -> Read:
             notes.append(f"{script}: {CANNOT} ({type(error).__name__}: {error}); read in part")
         if not reader.trace.whole and not any("read in part" in note for note in notes):
             notes.append(f"{script}: too long to follow everywhere; read in part")
-        reader.trace.until_s = time.monotonic() + ASKING_S
+        reader.trace.until_s = time.thread_time() + ASKING_S
         findings, unjudged = judged(reader.trace)
         notes += unjudged
         around = circumstances(reader.trace)

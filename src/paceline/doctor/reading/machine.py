@@ -20,8 +20,8 @@ Flow = Literal["return", "break", "continue", "raise", "exit"] | None
 """How a block ends: ``None``, it goes on behind it."""
 
 MAX_STEPS: Final = 240_000
-"""How many expressions are evaluated, all together. DETR's training script, the most intricate public one that was
-looked at, takes 191 thousand, in 4 s."""
+"""How many expressions are evaluated, all together: 6 s. Of a thousand public scripts with their files a dozen would
+take more; DETR's takes 134 thousand, YOLOv5's 540 thousand."""
 
 HURRIED: Final = 0.5
 """Once less than this share of the steps is left, loops are gone round once only."""
@@ -34,7 +34,8 @@ MAX_EVENTS: Final = 10_000
 """The same script has 436; each rule goes through all of them, some once for each."""
 
 DEADLINE_S: Final = 20.0
-"""What takes longer is no training script, and whoever asks waits for an answer."""
+"""What takes longer is no training script, and whoever asks waits for an answer. Of the reader's own CPU time: what is
+told of a script must not hang on what else the machine does."""
 
 
 _IMPLIED: Final = VARYING | {"partly"}
@@ -135,7 +136,7 @@ class Machine:
             for stream in ("torch", "numpy", "python")  # unseeded: another one each time
         }
         self.steps_left = MAX_STEPS
-        self.until_s = time.monotonic() + DEADLINE_S
+        self.until_s = time.thread_time() + DEADLINE_S
         self._journal: list[tuple[dict[Any, Value], Any, Value | None]] = []
         self._numbers = 0
 
@@ -162,7 +163,7 @@ class Machine:
 
     def look_at_the_clock(self) -> None:
         """No step is left once the time is over."""
-        if time.monotonic() > self.until_s:
+        if time.thread_time() > self.until_s:
             self.steps_left = 0
 
     @property

@@ -205,7 +205,7 @@ class Trace:
         variables: environment variables that it reads.
         whole: whether all of the script was read, or as good as that.
         reads: by identity of a module its fields that a forward looked at, and whether it always does.
-        until_s: when, by the monotonic clock, there is no more time for questions; ``None``: never.
+        until_s: when, by this thread's own CPU clock, there is no more time for questions; ``None``: never.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -227,7 +227,7 @@ class Trace:
         Raises:
             TimeoutError: rules have asked for too long: a trace may hold tens of thousands of events.
         """
-        if self.until_s is not None and time.monotonic() > self.until_s:
+        if self.until_s is not None and time.thread_time() > self.until_s:
             raise TimeoutError("too much to look at")
         return (event for event in self.events if event.role in roles)
 
