@@ -214,6 +214,22 @@ def test_gradients_are_known_flattened_and_scaled_too() -> None:
         assert optimizers.reduced(tensor) is None
 
 
+def test_what_a_rank_brings_to_a_sum_is_told_until_it_steps() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers._number(optimizer)
+    model(torch.tensor([[1.0, 3.0]])).sum().backward()
+    parameters = list(model.parameters())
+    assert optimizers._own(parameters) is None  # nobody has reduced them
+    for times, parameter in enumerate(parameters, 1):
+        assert parameter.grad is not None
+        optimizers.reduced(parameter.grad)
+        parameter.grad.mul_(2)  # as if another rank had the same
+        optimizers.reduced(parameter.grad)  # what is reduced once more was somebody else's, too
+        assert times < 2 or optimizers._own(parameters) == [[1.0, 3.0], [1.0]]
+    assert optimizers._own(parameters) is None
+
+
 def test_what_is_gathered_for_a_metric_is_in_no_product() -> None:
     features = torch.nn.Linear(4, 3)(torch.randn(5, 4))
     gathered = torch.cat([features.detach(), torch.randn(5, 3)])
