@@ -40,7 +40,7 @@ def replicas_start_different(trace: Trace) -> Iterator[Found]:
             yield Found(
                 event,
                 "each rank draws its first weights from a differently seeded generator, and nothing makes them equal",
-                line=owner.line or event.line,
+                at=owner if owner.path else event,
             )
 
 

@@ -54,8 +54,7 @@ class Found:
     evidence: str | None = None
     severity: Severity | None = None
     confidence: Confidence = "likely"
-    at: Condition | Loop | Event | None = None
-    line: int | None = None
+    at: Condition | Loop | Event | Value | None = None
     fix: str | None = None
 
     def told(self, rule: str) -> Finding:
@@ -64,7 +63,7 @@ class Found:
         return Finding(
             id=rule,
             path=place.path,
-            line=self.line or place.line,
+            line=place.line,
             message=self.message,
             evidence=self.event.source if self.evidence is None else self.evidence,
             severity=self.severity,

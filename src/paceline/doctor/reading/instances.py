@@ -32,7 +32,7 @@ _DICTS: Final = words(
 
 def instantiate(reader: Walker, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     kind, base = kind_of(cls)
-    made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0))
+    made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0), path=reader.path)
     made.fields["__class__"] = cls
     if kind == "module":
         made.labels = drawn(reader)

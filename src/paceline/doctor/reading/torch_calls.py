@@ -59,7 +59,8 @@ def known_call(
         reader.event(known.role, node, name=name, arguments=arguments)
         return reader.call(positional[0], positional[1:], {}, node)
     result = _made(reader, name, known, arguments, positional, labels)
-    result.line = result.line or getattr(node, "lineno", 0)
+    if not result.line:
+        result.line, result.path = getattr(node, "lineno", 0), reader.path
     if known.role:
         reader.event(known.role, node, name=name, arguments=arguments, result=result)
     if known.role == "scheduler" and (curve := arguments.get("lr_lambda")) is not None and curve.kind == "function":

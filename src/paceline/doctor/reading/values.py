@@ -252,7 +252,7 @@ class Value:
         options: of kind ``either``: what it may be.
         code: of a function or class of the script: where it is defined (`calls.Function`, `calls.Class`).
         length: how many elements, on each rank.
-        line: where it was made.
+        line: where it was made, and of what can be named, in which file: ``path``.
     """
 
     kind: str = "unknown"
@@ -265,6 +265,7 @@ class Value:
     code: Any = None
     length: Known | None = None
     line: int = 0
+    path: str = ""
 
     def __repr__(self) -> str:
         told = ", ".join(str(part) for part in (self.name, self.known and self.known.points[:2], *self.labels) if part)
