@@ -105,7 +105,8 @@ def _went_back_apart(trace: Trace) -> Iterator[Found]:
                 continue
             state = event.argument("state_dict")
             if _decided_here(trace, event) or (state is not None and _measured_here(Value(labels=labels_of((state,))))):
-                yield Found(event, "which weights are put back here is decided by what was measured on one rank")
+                message = "which weights are put back here is decided by what was measured on one rank"
+                yield Found(event, message, fix=_AGREE)
 
 
 def _rates_apart(trace: Trace) -> Iterator[Found]:
@@ -125,7 +126,10 @@ def _rates_apart(trace: Trace) -> Iterator[Found]:
             continue
         if event.role != "optimizer" and _told_later(trace, event):
             continue
-        yield Found(event, f"{why}, so that the same gradients make other weights on each")
+        yield Found(event, f"{why}, so that the same gradients make other weights on each", fix=_AGREE)
+
+
+_AGREE = "Reduce what decides over all ranks first (`dist.all_reduce`), and let every rank do the same with the result"
 
 
 def _measured_here(value: Value) -> bool:
