@@ -56,7 +56,10 @@ def undisturbed(pool: Pool, device: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=long), pytest.param(3, marks=long), 4])
 def test_digits_give_one_digest(pool: Pool, device: str, undisturbed: dict[str, Any], workers: int) -> None:
     assert EXAMPLE.execution.loader_workers == 2
     recipe = recipe_of(device, SHORT_STEPS)
@@ -75,7 +78,7 @@ def interrupted_twice(pool: Pool, directory: Path, recipe: Recipe, workers: tupl
     return result
 
 
-@pytest.mark.parametrize("workers", [(4, 1, 3), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("workers", [pytest.param((4, 1, 3), marks=long), (1, 3, 2)], ids=str)
 def test_interrupted_twice_and_resumed_on_other_workers(
     pool: Pool, device: str, tmp_path: Path, undisturbed: dict[str, Any], workers: tuple[int, int, int]
 ) -> None:
@@ -90,14 +93,16 @@ def whole(pool: Pool, device: str) -> dict[str, Any]:
     return result
 
 
-def test_digits_are_told_apart_with_or_without_interruptions(
-    pool: Pool, device: str, tmp_path: Path, whole: dict[str, Any]
-) -> None:
+def test_digits_are_told_apart(whole: dict[str, Any]) -> None:
     assert float.fromhex(whole["accuracy"]) >= 0.97
+
+
+@long
+def test_the_whole_run_may_be_interrupted_too(pool: Pool, device: str, tmp_path: Path, whole: dict[str, Any]) -> None:
     assert interrupted_twice(pool, tmp_path, recipe_of(device), (3, 1, 4)) == whole
 
 
-@pytest.mark.long
+@long
 @pytest.mark.parametrize("workers", [1, 3, 4])
 def test_the_whole_run_gives_one_digest(pool: Pool, device: str, whole: dict[str, Any], workers: int) -> None:
     assert pool.run(learn, recipe_of(device), execution(), workers=workers, deadline_s=DEADLINE_S)[0] == whole
