@@ -45,6 +45,8 @@ GROWS = {
 
 CALLED_WRONGLY = [
     "range()",
+    "[setattr(loss, 'item', loss.item), loss.item()]",
+    "[setattr(model, 'state_dict', model.state_dict), model.state_dict()]",
     "range(*[])",
     "range(*unknown)",
     "enumerate()",

@@ -92,7 +92,9 @@ class Calls(Objects):
             return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
         if receiver.kind == "super":
             return call_super(self, receiver, name, arguments, keywords, node)
-        if name in receiver.fields and receiver.fields[name].kind != "unknown":
+        own = receiver.fields.get(name, Value())
+        is_itself = own.kind == "bound" and own.name == name and own.fields["self"] is receiver
+        if own.kind != "unknown" and not is_itself:
             return self.call(self.attribute(receiver, name, node), arguments, keywords, node)
         if (method := method_of(receiver, name)) is not None:
             if receiver.kind == "module" and name == "forward":

@@ -90,10 +90,12 @@ def _is_step(event: Event) -> bool:
 
 
 def _skipped_after_an_exception(trace: Trace) -> Iterator[Found]:
-    for event in trace.of("continue"):
-        raised = any("exception" in condition.value.labels for condition in event.under)
+    for event in trace.of("continue") if trace.any("wrap") else ():
         loop = event.loops[-1] if event.loops else None
-        if raised and trace.any("wrap") and any(loop in other.loops for other in trace.of("backward")):
+        steps = [backward for backward in trace.of("backward") if loop in backward.loops]
+        outside = {(id(c.value), c.holds) for backward in steps for c in backward.under}  # around the loop, or the step
+        deciding = [c for c in event.under if (id(c.value), c.holds) not in outside]
+        if steps and any("exception" in condition.value.labels for condition in deciding):
             yield Found(event, "a rank that meets an error here skips the step, and the others do not")
 
 
