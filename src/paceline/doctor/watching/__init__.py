@@ -64,7 +64,7 @@ def watch(
     notes, cannot = verdict.notes, verdict.cannot
     if any(run.all("device")):
         notes = ("the script asks for GPUs: the run pass did on the CPU what it asks of them", *notes)
-        if cannot is not None and run.stopped in ("failed", "ended"):
+        if cannot is not None and wants_gpus(run):
             excused = f"{cannot} (where the CPU stood in for a GPU, which cannot be done for all that a GPU does)"
             notes, cannot = tuple(excused if note == cannot else note for note in notes), excused
     if (option := rank_option(script, arguments)) is not None:
