@@ -118,10 +118,12 @@ def test_a_dataset_that_draws_nothing_is_read_many_at_once_and_not_seeded(loader
         assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("loader_workers", [0, 1])
-@pytest.mark.parametrize(("samples", "micro_batch"), [(29, 2), (1, 4), (3, 4), (7, 7), (50, 1)])
+@pytest.mark.parametrize(
+    ("samples", "micro_batch", "loader_workers"),
+    [(29, 2, 0), (1, 4, 0), (3, 4, 0), (7, 7, 0), (50, 1, 0), (3, 4, 1)],
+)
 def test_evaluation_sees_every_sample_once_whoever_drives_the_lanes(
-    loader_workers: int, samples: int, micro_batch: int
+    samples: int, micro_batch: int, loader_workers: int
 ) -> None:
     for workers in (1, 3, 8) if not loader_workers else (3,):
         seen: dict[int, list[int]] = {}
