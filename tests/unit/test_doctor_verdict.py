@@ -82,6 +82,13 @@ def test_silence_means_nothing_where_nothing_could_be_seen(case: str, tmp_path: 
         assert verdict.cannot in verdict.notes
 
 
+def test_of_a_bare_assertion_the_line_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("batch = 6\nassert batch % 4 == 0\n")
+    zero, one = two(tmp_path / "train.py")
+    verdict = judge(run_of(failed(zero, "AssertionError", None), failed(one, "AssertionError", None), stopped="ended"))
+    assert verdict.cannot is not None and "train.py:2: AssertionError: assert batch % 4 == 0" in verdict.cannot
+
+
 def test_a_hang_of_which_the_cause_is_told_was_seen(tmp_path: Path) -> None:
     zero, one = two(tmp_path / "train.py")
     zero.meets("barrier", 3, over=False)

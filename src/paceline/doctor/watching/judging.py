@@ -28,7 +28,7 @@ from paceline.doctor.watching.obeying import RULES_OBEYED
 from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.sources import line_of
 
-__all__ = ["Verdict", "judge", "wants_gpus"]
+__all__ = ["Verdict", "did_not_train", "judge", "wants_gpus"]
 
 _FAMILIES = (
     checks_launch,
@@ -134,8 +134,14 @@ def _cannot(run: Run) -> Iterator[str]:
         yield "time was up before the first optimizer step; --timeout gives more"
     elif failure is None and not any(True for _ in run.all("end")):
         yield "the ranks left by os._exit or the like, before their first optimizer step"
-    elif failure is None and not any(True for _ in run.all("init", "wrap", "collective")):
+    elif did_not_train(run):
         yield "the script came to its end without a process group and without an optimizer step: it did not train"
+
+
+def did_not_train(run: Run) -> bool:
+    """Whether all ranks came to their end and nothing that belongs to training was done on the way."""
+    done = any(True for _ in run.all("step", "init", "wrap", "collective"))
+    return run.stopped == "ended" and not done and _failure(run) is None
 
 
 def _limits(run: Run) -> Iterator[str]:
@@ -185,7 +191,10 @@ def _failure(run: Run) -> str | None:
 def _reason(account: Account, error: Record | None) -> str:
     text = _without_traceback(str(error["text"] or "").strip())[:300] if error is not None else ""
     if error is not None and not (error["type"] == "SystemExit" and text.isdigit()):
-        return f"{error['type'] or 'an exception'}: {text}" if text else str(error["type"] or "an exception")
+        says = text or (
+            line_of(error.place).strip() if error.place is not None else ""
+        )  # of a bare assert, all there is
+        return f"{error['type'] or 'an exception'}: {says}" if says else str(error["type"] or "an exception")
     code = int(text) if text else account.code or 0
     how = f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
     if code == -signal.SIGKILL:  # the doctor sends none before a rank has failed
