@@ -81,6 +81,8 @@ def no_distributed_sampler(trace: Trace) -> Iterator[Found]:
         dataset = loader.fields.get("dataset", NONE)
         if "escaped" in loader.labels | dataset.labels or dataset.may_vary or _shards_itself(trace, loader):
             continue
+        if event.on_some_ranks:  # a teacher, or whatever else one rank trains for the others
+            continue
         samplers = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
         given = [sampler for sampler in samplers if not sampler.is_none]
         drawn = next((batch.arguments for batch in trace.of("batch") if batch.subject is loader), {})

@@ -189,11 +189,20 @@ def not_distributed(trace: Trace) -> Iterator[Found]:
                 severity="advice",
                 confidence="possible",
             )
-    elif _trains_its_own(trace) and not _exchanges_weights(trace):
+    elif _trains_its_own(trace) and not _exchanges_weights(trace) and not _dealt_out(trace):
         yield Found(
             steps[0],
             "the process group is set up, but nothing reduces gradients: each rank trains a model of its own",
         )
+
+
+def _dealt_out(trace: Trace) -> bool:
+    """Whether ranks are meant to train models of their own, each its share of them: folds, seeds, members of an ensemble."""
+    return any(
+        any(loop.over.labels & {"rank", "shard"} for loop in event.loops)
+        or any("rank" in condition.value.labels and len(condition.ranks) > 1 for condition in event.under)
+        for event in trace.of("optimizer")
+    )
 
 
 def _meets_under_another_launcher_only(trace: Trace) -> Iterator[Found]:
