@@ -11,8 +11,8 @@ import pytest
 from paceline.doctor.causes import MEETING
 from paceline.doctor.findings import Finding
 from paceline.doctor.watching import checks_gradients
-from paceline.doctor.watching.judging import judge
-from paceline.doctor.watching.records import KINDS, Stopped
+from paceline.doctor.watching.judging import judge, may_need_gpus
+from paceline.doctor.watching.records import KINDS, Run, Stopped
 from told import Told, run_of, two
 
 # What could not be looked at.
@@ -41,9 +41,9 @@ BEFORE: dict[str, tuple[Callable[[Told], object], Stopped, str | None]] = {
         "EOFError: EOF when reading",
     ),
     "no GPU": (
-        lambda told: failed(told, "RuntimeError", "no NVIDIA driver"),
+        lambda told: failed(told, "RuntimeError", "no NVIDIA GPU"),
         "ended",
-        "RuntimeError: no NVIDIA driver",
+        "RuntimeError: no NVIDIA GPU",
     ),
     "a failure of which nothing was told": (lambda told: failed(told, "ValueError", None), "ended", "ValueError"),
     "a loader worker": (
@@ -66,20 +66,32 @@ BEFORE: dict[str, tuple[Callable[[Told], object], Stopped, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", BEFORE)
-def test_silence_means_nothing_where_nothing_could_be_seen(case: str, tmp_path: Path) -> None:
-    does, stopped, says = BEFORE[case]
-    ranks = two(tmp_path / "train.py")
+def run_before(case: str, folder: Path) -> Run:
+    does, stopped, _ = BEFORE[case]
+    ranks = two(folder / "train.py")
     for one in ranks:
         if case == "nothing at all":
             one.account.records.clear()
         does(one)
-    verdict = judge(run_of(*ranks, stopped=stopped))
+    return run_of(*ranks, stopped=stopped)
+
+
+@pytest.mark.parametrize("case", BEFORE)
+def test_silence_means_nothing_where_nothing_could_be_seen(case: str, tmp_path: Path) -> None:
+    verdict, says = judge(run_before(case, tmp_path)), BEFORE[case][2]
     if says is None:
         assert verdict.cannot is None
     else:
         assert verdict.cannot is not None and says in verdict.cannot
         assert verdict.cannot in verdict.notes
+
+
+@pytest.mark.parametrize(
+    ("case", "worth"),
+    [("no GPU", True), ("nothing at all", True), ("missing import", False), ("a hang", False), ("gone", False)],
+)
+def test_what_may_need_gpus_is_worth_another_run(case: str, worth: bool, tmp_path: Path) -> None:
+    assert may_need_gpus(run_before(case, tmp_path)) is worth
 
 
 def test_of_a_bare_assertion_the_line_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.doctor.findings import Finding, Obeyed
 from paceline.doctor.lines import Circumstances, named, shown
 from paceline.doctor.watching.following import follow
-from paceline.doctor.watching.judging import did_not_train, judge, wants_gpus
+from paceline.doctor.watching.judging import judge, may_need_gpus, wants_gpus
 from paceline.doctor.watching.launching import rank_option
 from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
@@ -58,7 +58,7 @@ def watch(
     deadline_s = time.monotonic() + limits.timeout_s
     gpus: Gpus = "mapped" if names_gpus(script) else "none"
     run = _run(script, arguments, limits, deadline_s, gpus, tell)
-    if gpus == "mapped" and (wants_gpus(run) or did_not_train(run)) and time.monotonic() < deadline_s:
+    if gpus == "mapped" and may_need_gpus(run) and time.monotonic() < deadline_s:
         run = _run(script, arguments, limits, deadline_s, "pretended", tell)
     verdict = judge(replace(run, circumstances=circumstances or Circumstances()))
     notes, cannot = verdict.notes, verdict.cannot

@@ -15,7 +15,7 @@ from paceline.doctor.watching.compared import compared, without_norms
 from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
 from paceline.doctor.watching.following import follow
-from paceline.doctor.watching.judging import judge, wants_gpus
+from paceline.doctor.watching.judging import judge, may_need_gpus
 from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Account, Run
@@ -68,7 +68,7 @@ class _Runs:
     def both(self, *, still: bool) -> tuple[Run, Run]:
         """With the ranks, and with one worker that is given their samples."""
         several = self._run(self._limits.workers, still, [])
-        if self._gpus == "mapped" and wants_gpus(several):
+        if self._gpus == "mapped" and may_need_gpus(several):
             self._gpus = "pretended"
             several = self._run(self._limits.workers, still, [])
         if not any(several.all("measured")):

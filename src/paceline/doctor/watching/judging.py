@@ -28,7 +28,7 @@ from paceline.doctor.watching.obeying import RULES_OBEYED
 from paceline.doctor.watching.records import Account, Record, Run
 from paceline.doctor.watching.sources import line_of
 
-__all__ = ["Verdict", "did_not_train", "judge", "wants_gpus"]
+__all__ = ["Verdict", "judge", "may_need_gpus", "wants_gpus"]
 
 _FAMILIES = (
     checks_launch,
@@ -134,11 +134,11 @@ def _cannot(run: Run) -> Iterator[str]:
         yield "time was up before the first optimizer step; --timeout gives more"
     elif failure is None and not any(True for _ in run.all("end")):
         yield "the ranks left by os._exit or the like, before their first optimizer step"
-    elif did_not_train(run):
+    elif _did_not_train(run):
         yield "the script came to its end without a process group and without an optimizer step: it did not train"
 
 
-def did_not_train(run: Run) -> bool:
+def _did_not_train(run: Run) -> bool:
     """Whether all ranks came to their end and nothing that belongs to training was done on the way."""
     done = any(True for _ in run.all("step", "init", "wrap", "collective"))
     return run.stopped == "ended" and not done and _failure(run) is None
@@ -215,6 +215,11 @@ def _stands(account: Account) -> str:
     wait = account.waiting()
     where = account.stands or at(wait.place if wait is not None else None)
     return f"rank {account.rank} stands at {where}"
+
+
+def may_need_gpus(run: Run) -> bool:
+    """Whether it is worth running again as if there were GPUs."""
+    return wants_gpus(run) or _did_not_train(run)
 
 
 def wants_gpus(run: Run) -> bool:
