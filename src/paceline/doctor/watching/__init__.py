@@ -59,11 +59,13 @@ def watch(
     gpus: Gpus = "mapped" if names_gpus(script) else "none"
     run = _run(script, arguments, limits, deadline_s, gpus, tell)
     if gpus == "mapped" and may_need_gpus(run) and time.monotonic() < deadline_s:
-        run = _run(script, arguments, limits, deadline_s, "pretended", tell)
+        gpus = "pretended"
+        run = _run(script, arguments, limits, deadline_s, gpus, tell)
     verdict = judge(replace(run, circumstances=circumstances or Circumstances()))
     notes, cannot = verdict.notes, verdict.cannot
     if any(run.all("device")):
-        notes = ("the script asks for GPUs: the run pass did on the CPU what it asks of them", *notes)
+        told = ", and it was told that there are some" if gpus == "pretended" else ""
+        notes = (f"the script asks for GPUs: what it asks of them was done on the CPU{told}", *notes)
         if cannot is not None and wants_gpus(run):
             excused = f"{cannot} (where the CPU stood in for a GPU, which cannot be done for all that a GPU does)"
             notes, cannot = tuple(excused if note == cannot else note for note in notes), excused
