@@ -85,7 +85,9 @@ def _weights_changed_apart(trace: Trace) -> Iterator[Found]:
             used = any(may_follow(event, backward) for backward in trained)
             if apart and used and not _sent_after(trace, event):
                 yield Found(
-                    event, "each rank changes the weights in its own way here, and only gradients are made equal"
+                    event,
+                    "each rank changes the weights in its own way here, and only gradients are made equal",
+                    fix="Change them in the same way on every rank, or broadcast them from rank 0 afterwards",
                 )
 
 
