@@ -147,7 +147,7 @@ _TABLE: dict[Family, dict[str, tuple[Severity, str, str]]] = {
         ),
         "loss-scaled-by-world-size": (
             "error",
-            "the loss is scaled by the world size although DDP averages gradients",
+            "the loss or the sum of gradients is off by the world size",
             "Leave out the factor, unless the loss is a sum divided by a global count",
         ),
         "no-sync-forward-outside": (

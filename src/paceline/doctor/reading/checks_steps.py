@@ -274,7 +274,7 @@ def _summed_over_ranks(trace: Trace) -> Iterator[Found]:
                 "gradients are added up over ranks here and never divided by their number, though each loss is a mean",
                 evidence=f"{event.source}; of a mean: {backwards[0].source} at line {backwards[0].line}",
                 severity="warning",
-                fix="Divide each gradient by the world size afterwards",
+                fix="Divide by the world size after the reduction, or reduce with `ReduceOp.AVG`, which NCCL has",
             )
             return
 

@@ -183,7 +183,7 @@ def summed_over_ranks(run: Run) -> Iterator[Finding]:
             f"at each of {count(len(done), 'step')} the gradient was the sum of the ranks' own, {run.world} times "
             "that of the mean over all samples",
             severity="warning",
-            fix="Divide by the world size after the reduction, or reduce with `ReduceOp.AVG`",
+            fix="Divide by the world size after the reduction, or reduce with `ReduceOp.AVG`, which NCCL has",
         )
 
 
