@@ -1,8 +1,11 @@
 """Reads a script without importing or running it, and finds what can be told from its source.
 
-`statements.Reader` walks the syntax tree from the script's top into functions, classes and local imports, with a
-`values.Value` in place of whatever the script would compute. It leaves a `trace.Trace`: what the script does, in order,
-with the loops and conditions around it. The rules are small functions over that trace, in ``checks_*``.
+`program` has the script's own files, parsed. `statements.Reader` walks the syntax tree from the script's top into
+functions, classes and local imports, with a `values.Value` in place of whatever the script would compute. It leaves a
+`trace.Trace`: what the script does, in order, with the loops and conditions around it. The rules are small functions
+over that trace, in ``checks_*``, which `checks` asks one by one; `evidence` has the questions that several of them ask,
+`parts` that of which parts of a model its forward uses. `circumstances` keeps of the trace, for the run pass, under which
+conditions the script comes to a line.
 
 What becomes of what is known is said by functions: by pure ones in `flows` for whatever is made of a value and in
 `arithmetic` for a calculation, whoever writes it; by those that may ask the reader for more, each told by its name:
@@ -10,7 +13,8 @@ What becomes of what is known is said by functions: by pure ones in `flows` for 
 * `builtin`: Python's own functions; `containers`: methods of lists, dicts, texts and paths;
 * `torch_calls`: torch's functions and methods; `forwards`: calls of modules, losses; `samples`: loaders, samplers, data
   sets; `seeds`: random numbers. What torch's names mean at all stands in the tables of `knowledge`;
-* `instances`: objects of the script's own classes; `surroundings`: command line, environment, processes.
+* `instances`: objects of the script's own classes, `lookup`: what these have; `surroundings`: command line,
+  environment, processes.
 
 The reader itself is one class, since each part of a syntax tree may hold each other one. `machine` is what it
 remembers, under which conditions, and the trace that it leaves; `walker` what its parts, and the functions above, may
