@@ -3,9 +3,9 @@
 `program` has the script's own files, parsed. `statements.Reader` walks the syntax tree from the script's top into
 functions, classes and local imports, with a `values.Value` in place of whatever the script would compute. It leaves a
 `trace.Trace`: what the script does, in order, with the loops and conditions around it. The rules are small functions
-over that trace, in ``checks_*``, which `checks` asks one by one; `evidence` has the questions that several of them ask,
-`parts` that of which parts of a model its forward uses. `circumstances` keeps of the trace, for the run pass, under which
-conditions the script comes to a line.
+over that trace, in ``checks_*``, which `checks` asks one by one; `evidence` has the questions that several of them
+ask, `parts` that of which parts of a model its forward uses. `circumstances` keeps of the trace, for the run pass,
+under which conditions the script comes to a line.
 
 What becomes of what is known is said by functions: by pure ones in `flows` for whatever is made of a value and in
 `arithmetic` for a calculation, whoever writes it; by those that may ask the reader for more, each told by its name:
