@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.doctor.causes import unexplained
+from paceline.doctor.circumstances import Circumstances
 from paceline.doctor.findings import Finding
-from paceline.doctor.lines import Circumstances
 from paceline.doctor.reading import read
 from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run, Stopped

@@ -1,5 +1,5 @@
-"""What a source file says at a line: the statement there, the comments that silence rules, its text, and what reading
-has understood of the way to it. Runs nothing."""
+"""What a source file says at a line: the statement there, the comments that silence rules, its text, what it asks.
+Runs nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
     "Asked",
-    "Circumstances",
     "Line",
     "comments",
     "head_of",
@@ -138,22 +137,3 @@ class Asked:
     line: int
     text: str
     of_rank: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Circumstances:
-    """What was understood of the lines that reading has reached.
-
-    Args:
-        ways: by line each way to it, from there outwards through the calls, with its conditions, innermost first:
-            those inside of which it stands, and those of the rank that have made others leave before.
-    """
-
-    ways: Mapping[Line, Mapping[tuple[Line, ...], tuple[Asked, ...]]] = field(default_factory=dict)
-
-    def around(self, way: Sequence[Line]) -> tuple[Asked, ...] | None:
-        """The conditions on this way, as far outwards as it is known; ``None``: reading has not come this way."""
-        known = self.ways.get(head_of(*way[0]), {}) if way else {}
-        lines = [head_of(*line) for line in way] if known else []
-        alike = (asked for own, asked in known.items() if all(a == b for a, b in zip(own, lines, strict=False)))
-        return next(alike, None)

@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from paceline.doctor.circumstances import Circumstances
 from paceline.doctor.findings import Finding
-from paceline.doctor.lines import Circumstances
 from paceline.doctor.reading.checks import judged
 from paceline.doctor.reading.circumstances import circumstances
 from paceline.doctor.reading.program import Program

@@ -7,7 +7,8 @@ import ast
 import functools
 from pathlib import Path
 
-from paceline.doctor.lines import Asked, Circumstances, Line, head_of
+from paceline.doctor.circumstances import Circumstances
+from paceline.doctor.lines import Asked, Line, head_of
 from paceline.doctor.reading.evidence import local
 from paceline.doctor.reading.trace import Condition, Trace
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.doctor.circumstances import Circumstances
 from paceline.doctor.findings import Finding, Obeyed
-from paceline.doctor.lines import Circumstances, named, shown
+from paceline.doctor.lines import named, shown
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, may_need_gpus, wants_gpus
 from paceline.doctor.watching.launching import rank_option

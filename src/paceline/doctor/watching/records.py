@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from paceline.doctor.lines import Circumstances
+from paceline.doctor.circumstances import Circumstances
 
 __all__ = [
     "BOUND_BYTES",

@@ -1,0 +1,29 @@
+"""Under which conditions a script comes to its lines: what reading has understood, and the run pass asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.doctor.lines import Asked, Line, head_of
+
+__all__ = ["Circumstances"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What was understood of the lines that reading has reached.
+
+    Args:
+        ways: by line each way to it, from there outwards through the calls, with its conditions, innermost first:
+            those inside of which it stands, and those of the rank that have made others leave before.
+    """
+
+    ways: Mapping[Line, Mapping[tuple[Line, ...], tuple[Asked, ...]]] = field(default_factory=dict)
+
+    def around(self, way: Sequence[Line]) -> tuple[Asked, ...] | None:
+        """The conditions on this way, as far outwards as it is known; ``None``: reading has not come this way."""
+        known = self.ways.get(head_of(*way[0]), {}) if way else {}
+        lines = [head_of(*line) for line in way] if known else []
+        alike = (asked for own, asked in known.items() if all(a == b for a, b in zip(own, lines, strict=False)))
+        return next(alike, None)
