@@ -131,7 +131,7 @@ def _silenced(finding: Finding) -> bool:
     """Whether a comment in its statement, on whichever line, says that it is meant."""
     return any(
         line in statement_at(path, own) and finding.id in names
-        for path, own in ((finding.path, finding.line), *finding.also)
+        for path, own in finding.lines
         for line, names in comments(path)
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from paceline.doctor.lines import statement_at, text_at
+from paceline.doctor.lines import head_of, statement_at, text_at
 from paceline.doctor.rules import RULES, Severity
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ class Finding:
         """How bad it is: never worse than its rule, so that `rules` alone decides what makes a script sick."""
         own = RULES[self.id].severity
         return own if self.severity is None else max(own, self.severity, key=_BY_WEIGHT.index)
+
+    @property
+    def lines(self) -> tuple[tuple[str, int], ...]:
+        """All at which it may be named, its own first."""
+        return (self.path, self.line), *self.also
 
     @property
     def advised(self) -> str:
@@ -149,13 +154,12 @@ def _as_bad(told: Finding, other: Finding) -> Finding:
 
 def _place(finding: Finding) -> _Place:
     """The statement in which the rule is broken."""
-    return finding.id, finding.path, statement_at(finding.path, finding.line).start
+    return finding.id, *head_of(finding.path, finding.line)
 
 
 def _places(finding: Finding) -> list[_Place]:
     """All that it may be named at."""
-    others = [(finding.id, path, statement_at(path, line).start) for path, line in finding.also]
-    return [_place(finding), *others]
+    return [(finding.id, *head_of(path, line)) for path, line in finding.lines]
 
 
 def as_json(findings: Sequence[Finding], notes: Sequence[str], comparison: Comparison | None = None) -> str:
