@@ -59,7 +59,7 @@ BEFORE: dict[str, tuple[Callable[[Told], object], Stopped, str | None]] = {
     ),
     "time": (lambda told: told.tell("loader", loader=0), "time", "time was up before the first optimizer step"),
     "ranks of its own": (lambda told: told.tell("spawn", count=1), "spawned", "starts processes of its own"),
-    "a hang": (lambda told: told.meets("barrier", 3, over=False), "hang", "no rank got on any more: rank 0 stands at"),
+    "a hang": (lambda told: told.meets("barrier", 3, over=False), "hang", "no rank made any progress: rank 0"),
     "gone": (lambda told: setattr(told.account, "code", 0), "ended", "the ranks left by os._exit or the like"),
     "nothing at all": (lambda told: told.tell("end", code=0), "ended", "it did not train"),
     "nothing to step": (lambda told: told.tell("end", code=0), "ended", None),
@@ -137,7 +137,7 @@ def test_no_check_needs_facts_to_be_there(facts: dict[str, Any], stopped: Stoppe
     assert "legacy-data-parallel" in {finding.id for finding in verdict.findings}
     assert [note for note in verdict.notes if "Traceback" in note] == []
     if facts:
-        assert any("came without facts" in note for note in verdict.notes)
+        assert any("too long to be kept whole" in note for note in verdict.notes)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"done", "failed"}))

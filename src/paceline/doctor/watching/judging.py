@@ -120,7 +120,7 @@ def _once(findings: Iterable[Finding]) -> Iterator[Finding]:
 def _cannot(run: Run) -> Iterator[str]:
     """Why finding nothing would mean nothing, if it would."""
     if run.stopped == "hang":
-        yield f"no rank got on any more: {'; '.join(map(_stands, run.accounts))}"
+        yield f"no rank made any progress: {'; '.join(map(_stands, run.accounts))}"
     failure = _failure(run)
     if failure is not None and run.stopped in ("failed", "ended"):  # at whatever step: it did not train
         yield failure
@@ -129,7 +129,7 @@ def _cannot(run: Run) -> Iterator[str]:
     if run.stopped == "spawned":
         replaced = any(account.told["exec"] for account in run.accounts)
         does = "replaces its process by another program (os.exec)" if replaced else "starts processes of its own"
-        yield f"the script {does}, into which the run pass does not look"
+        yield f"the script {does}, into which the doctor does not look"
     elif run.stopped == "time":
         yield "time was up before the first optimizer step; --timeout gives more"
     elif failure is None and not any(True for _ in run.all("end")):
@@ -149,10 +149,10 @@ def _limits(run: Run) -> Iterator[str]:
     if (fault := next(run.all("fault"), None)) is not None:
         yield f"a part of the doctor itself failed in rank {fault.rank}, and looked no further: {fault['text']}"
     if long := sum(1 for account in run.accounts for record in account.records if record["cut"]):
-        yield f"{count(long, 'record')} of the ranks came without facts, being too long: not all rules could be judged"
+        yield f"the ranks gave {count(long, 'report')} too long to be kept whole: not all rules could be judged"
     if dropped := _dropped(run):
         yield (
-            f"the ranks told more than is kept: {count(dropped, 'record')} after the first ones were not looked at, "
+            f"the ranks told more than is kept: {count(dropped, 'report')} after the first ones were not looked at, "
             "and it was not compared who meets whom"
         )
     taken = min(sum(1 for _ in account.of("step")) for account in run.accounts)

@@ -199,7 +199,7 @@ def _tell_keeper(keeping: socket.socket, rank: Rank) -> None:
     except OSError:
         raise UsageError(
             "cannot watch over the ranks",
-            found="that the process has ended which would end them if the doctor were killed",
+            found="that the helper which ends them, should the doctor be killed, has died",
             fix="Is there memory left, and may more processes be started? Try again then",
         ) from None
 
