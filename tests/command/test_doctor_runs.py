@@ -272,6 +272,7 @@ def test_a_script_for_gpus_runs_on_the_cpu() -> None:
         "torch.cuda.nvtx.range_push('saving')\nstates = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()\n"
         "torch.cuda.set_rng_state(states[0])\ntorch.cuda.nvtx.range_pop()\n"
         "assert torch.cuda.FloatTensor([1.0]).item() + torch.cuda.memory_stats()['active.all.peak'] == 1.0\n"
+        "states = [None, None]\ndist.all_gather_object(states, moved)\n"
         "torch.cuda.synchronize()\ndist.destroy_process_group()\n"
     )
     note = "the script asks for GPUs: what it asks of them was done on the CPU, and it was told that there are some"

@@ -19,7 +19,7 @@ from told import Ranks, rules
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Ranks:
-    return Ranks.beside(tmp_path)
+    return Ranks.beside(tmp_path).tell("wrap", ddp=0)
 
 
 SPLITS = {
@@ -39,6 +39,34 @@ def test_shards_are_no_split_that_differs(ranks: Ranks, case: str) -> None:
     sides = [{"size": len(part), "digest": str(part), "indices": part} for part in parts]
     ranks.tell("subset", *sides, of=of)
     assert rules(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
+
+
+def test_data_may_differ_where_each_rank_trains_a_model_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    alone = Ranks.beside(tmp_path)
+    for those in (ranks, alone):
+        those.tell(
+            "subset", {"digest": "a", "indices": [*range(24)]}, {"digest": "b", "indices": [*range(9, 33)]}, of=40
+        )
+        those.tell("loader", loader=0, workers=0, drawn_by="RandomSampler", size=40)
+        those.tell("pass", loader=0, number=0).tell(
+            "batch", loader=0, number=0, indices=[*range(9)], rows=[*"abcdefghi"]
+        )
+        those.tell("backward", roots=[], reached=[])
+    assert rules(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"]
+    assert rules(ranks.found(checks_data.no_distributed_sampler)) == ["no-distributed-sampler"]
+    assert not alone.found(checks_data.random_split_differs)
+    assert not alone.found(checks_data.no_distributed_sampler)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_schedule_that_is_made_again_was_broken_off(ranks: Ranks, resumed: bool) -> None:
+    for number in range(1 + resumed):
+        ranks.tell("schedule", scheduler=number, name="CosineAnnealingLR", length=20, lines=(3,))
+        for _ in range(10):
+            ranks.tell("scheduled", scheduler=number, rates=[0.1])
+    ranks.tell("end", code=0)
+    found = rules(ranks.found(checks_data.schedule_length_mismatch))
+    assert found == ["schedule-length-mismatch"] * (not resumed)
 
 
 WORKERS = {

@@ -245,8 +245,11 @@ class Expressions(Operators):
             with self.looping(loop):
                 for element in self.elements(over, loop, first.iter, MAX_UNROLLED):
                     self.assign(first.target, element)
-                    through.tests += [self.evaluate(test) for test in first.ifs]
+                    tests = [(self.evaluate(test), test) for test in first.ifs]
+                    through.tests += [test for test, _ in tests]
+                    self.levels.append([self.condition(test, True, node) for test, node in tests])
                     self._comprehend(rest, body, through)
+                    self.levels.pop()
         finally:
             self.frame.scope = outer
 

@@ -194,7 +194,7 @@ def _skip(run: Run) -> Iterator[Finding] | None:
 
 def _without_forward(run: Run) -> Iterator[Finding] | None:
     for those in zip(*map(_batches_of_training, run.accounts), strict=False):
-        if len({one.of_pass for one in those}) > 1:
+        if len({(one.of_pass, one.batch.place) for one in those}) > 1:
             return None
         if len({one.went for one in those}) > 1:
             skipping = next(one.batch for one in those if not one.went)

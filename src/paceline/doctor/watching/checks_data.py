@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.watching.evidence import beside, count, found
+from paceline.doctor.watching.evidence import beside, count, found, train_together
 from paceline.doctor.watching.records import Account, Record, Run
 
 __all__ = ["CHECKS", "Pass", "by_loader", "passes"]
@@ -160,11 +160,11 @@ def no_distributed_sampler(run: Run) -> Iterator[Finding]:
 
 
 def _first_trainings(run: Run) -> Iterator[list[Pass]]:
-    """Of each loader the first pass in which every rank trains, if there are several ranks."""
+    """Of each loader the first pass in which every rank trains, if they train one model."""
     seen: set[int] = set()
-    for those in _side_by_side(run):
+    for those in _side_by_side(run) if train_together(run) else ():
         number = those[0].loader["loader"]
-        if run.world > 1 and number not in seen and all(one.trains for one in those):
+        if number not in seen and all(one.trains for one in those):
             seen.add(number)
             yield those
 
@@ -292,7 +292,7 @@ def _moved(first: dict[int, str], other: dict[int, str], rank: int) -> str:
 
 
 def random_split_differs(run: Run) -> Iterator[Finding]:
-    for those in beside(run, "subset"):
+    for those in beside(run, "subset") if train_together(run) else ():
         apart = len({record.place for record in those}) > 1 or len({record["size"] for record in those}) > 1
         if apart or len({record["digest"] for record in those}) == 1 or _are_shards(those):
             continue
@@ -363,7 +363,10 @@ def schedule_length_mismatch(run: Run) -> Iterator[Finding]:
     ends = account.first("end")
     if run.stopped != "ended" or ends is None or ends["code"] != 0 or run.world < 2:
         return
+    made = Counter(schedule.place for schedule in account.of("schedule"))
     for schedule in account.of("schedule"):
+        if made[schedule.place] > 1:
+            continue  # that training was broken off, to be resumed
         taken = sum(1 for r in account.of("scheduled") if r["scheduler"] == schedule["scheduler"])
         length, epochs = schedule["length"], max(1, sum(one.trains for one in passes(account)))
         if length and taken > 1 and abs(length - taken * run.world) <= epochs and length > taken + epochs:

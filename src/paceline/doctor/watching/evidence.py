@@ -10,7 +10,7 @@ from paceline.doctor.findings import Confidence, Finding
 from paceline.doctor.rules import Severity
 from paceline.doctor.watching.records import LASTING, Account, Place, Record, Run
 
-__all__ = ["Interval", "at", "beside", "count", "found", "gap", "intervals", "ranks"]
+__all__ = ["Interval", "at", "beside", "count", "found", "gap", "intervals", "ranks", "train_together"]
 
 
 def found(
@@ -84,6 +84,12 @@ def count(number: int, thing: str) -> str:
 def beside(run: Run, *kinds: str) -> Iterator[list[Record]]:
     """The first records of these kinds of all ranks, then the second ones, and so on, as far as every rank has some."""
     yield from (list(those) for those in zip(*(account.of(*kinds) for account in run.accounts), strict=False))
+
+
+def train_together(run: Run) -> bool:
+    """Whether the ranks train one model. Else each may have folds, seeds or players of its own, and data for them."""
+    reduces = any(record["grads"] for record in run.all("collective"))
+    return run.world > 1 and (reduces or any(True for _ in run.all("wrap")))
 
 
 @dataclass(kw_only=True)

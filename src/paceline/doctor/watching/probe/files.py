@@ -129,10 +129,8 @@ def _whole() -> Iterator[None]:
 
 
 def _loaded(call: Call) -> Generator[None, Any, None]:
-    path = _path(call, "f")
-    call.recorder.tell(
-        "load", path=call.recorder.original(path) if path else None, mapped=call["map_location"] is not None
-    )
+    if (path := _path(call, "f")) is not None:  # else no file: so tensors come out of a pickle, as of gathered objects
+        call.recorder.tell("load", path=call.recorder.original(path), mapped=call["map_location"] is not None)
     yield
 
 
