@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.doctor.circumstances import Circumstances
 from paceline.doctor.reading import read
-from paceline.doctor.watching import checks_collectives
+from paceline.doctor.watching import checks_collectives, checks_replicas
 from paceline.doctor.watching.records import Place, Run
 from paceline.doctor.watching.sources import conditions
 from told import Ranks
@@ -97,3 +98,33 @@ def test_who_has_returned_before_a_barrier_is_not_told_as_another_order(ranks: R
 @pytest.fixture
 def ranks(tmp_path: Path) -> Ranks:
     return Ranks.beside(tmp_path)
+
+
+AVERAGES = {
+    "a parameter, behind a step": ("for p in model.parameters():\n        dist.all_reduce(p.data)", True),
+    "all in one": ("dist.all_reduce(torch.nn.utils.parameters_to_vector(model.parameters()))", True),
+    "gradients": ("for p in model.parameters():\n        dist.all_reduce(p.grad)", False),
+    "rank 0's": ("for p in model.parameters():\n        dist.broadcast(p.data, 0)", False),
+    "a loss": ("dist.all_reduce(loss)", False),
+}
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+def test_whether_weights_are_averaged_between_steps(case: str, tmp_path: Path) -> None:
+    does, averages = AVERAGES[case]
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "model = torch.nn.Linear(1, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for p in model.parameters():\n    dist.all_reduce(p.data)\n"
+        "for step in range(9):\n    loss = model(torch.ones(1, 1)).mean()\n    loss.backward()\n"
+        f"    {does}\n    optimizer.step()\n"
+    )
+    assert read(tmp_path / "train.py").circumstances.averages_weights is averages
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_weights_that_are_averaged_may_come_apart_in_between(tmp_path: Path, averages: bool) -> None:
+    ranks = Ranks.beside(tmp_path).tell("init").goes().steps(alike=[True])
+    ranks.goes().steps({"values": ["b"]}, {"values": ["c"]}, alike=[True])
+    run = Run(accounts=ranks.accounts, stopped="ended", circumstances=Circumstances(averages_weights=averages))
+    assert [finding.id for finding in checks_replicas.replicas_diverged(run)] == ["replicas-diverged"] * (not averages)

@@ -17,9 +17,12 @@ class Circumstances:
     Args:
         ways: by line each way to it, from there outwards through the calls, with its conditions, innermost first:
             those inside of which it stands, and those of the rank that have made others leave before.
+        averages_weights: whether, once it trains, ranks may make their weights the same again by themselves, so that
+            these may come apart in between, as in local SGD.
     """
 
     ways: Mapping[Line, Mapping[tuple[Line, ...], tuple[Asked, ...]]] = field(default_factory=dict)
+    averages_weights: bool = False
 
     def around(self, way: Sequence[Line]) -> tuple[Asked, ...] | None:
         """The conditions on this way, as far outwards as it is known; ``None``: reading has not come this way."""

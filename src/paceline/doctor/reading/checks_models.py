@@ -197,7 +197,7 @@ def not_distributed(trace: Trace) -> Iterator[Found]:
 
 
 def _dealt_out(trace: Trace) -> bool:
-    """Whether ranks are meant to train models of their own, each its share of them: folds, seeds, members of an ensemble."""
+    """Whether each rank is meant to train models of its own, its share of them: folds, seeds, parts of an ensemble."""
     return any(
         any(loop.over.labels & {"rank", "shard"} for loop in event.loops)
         or any("rank" in condition.value.labels and len(condition.ranks) > 1 for condition in event.under)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from paceline.doctor.circumstances import Circumstances
 from paceline.doctor.lines import Asked, Line, head_of
-from paceline.doctor.reading.evidence import local
+from paceline.doctor.reading.evidence import is_weights, local
 from paceline.doctor.reading.trace import Condition, Trace
+from paceline.doctor.reading.values import words
 
 __all__ = ["circumstances"]
 
@@ -32,7 +33,21 @@ def circumstances(trace: Trace) -> Circumstances:
                 path, _ = statement(condition.path, condition.line)
                 asked.append(Asked(path=path, line=condition.line, text=text, of_rank=of_rank))
         ways[way[0]][way] = tuple(asked)
-    return Circumstances(ways=ways)
+    return Circumstances(ways=ways, averages_weights=_averages_weights(trace))
+
+
+_AVERAGING = words("parameters_to_vector model_averaging post_localSGD_hook PostLocalSGDOptimizer")
+"""In names of torch's that lead to weights being averaged, whoever sends them then."""
+
+
+def _averages_weights(trace: Trace) -> bool:
+    if any(word in name for name in trace.names for word in _AVERAGING):
+        return True
+    first = next(trace.of("step"), None)
+    averaged = [
+        e for e in trace.of("collective") if "broadcast" not in e.name and any(map(is_weights, e.arguments.values()))
+    ]
+    return first is not None and any(e.number > first.number or set(e.loops) & set(first.loops) for e in averaged)
 
 
 def _chooses(condition: Condition) -> bool:

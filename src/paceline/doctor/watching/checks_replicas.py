@@ -103,6 +103,8 @@ def replicas_start_different(run: Run) -> Iterator[Finding]:
 
 
 def replicas_diverged(run: Run) -> Iterator[Finding]:
+    if run.circumstances.averages_weights:
+        return
     told, rated = _first_apart(run), _at_other_rates(run)
     if rated is not None and (told is None or rated[0].number < told.those[0].number):
         yield from _rated(run, rated, told)
