@@ -39,7 +39,7 @@ def test_an_account_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None
         assert waiting is not None and waiting["op"] == "barrier"
     run = run_of(stopped="time")
     run.accounts = accounts
-    assert any(note.startswith("the ranks told more than is kept: 22 records") for note in judge(run).notes)
+    assert any(note.startswith("the ranks told more than is kept: 22 reports") for note in judge(run).notes)
 
 
 def test_taking_a_message_costs_the_same_however_many_came_before() -> None:

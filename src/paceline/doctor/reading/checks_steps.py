@@ -303,8 +303,8 @@ def unequal_weight_average(trace: Trace) -> Iterator[Found]:
         if "own-mean" in event.labels:
             yield Found(
                 event,
-                "this loss is a sum divided by this rank's own count, and DDP averages such means as if all counts were "
-                "equal",
+                "this loss is a sum divided by this rank's own count, and DDP averages such means as if all counts "
+                "were equal",
             )
         elif "mean-of-some" in event.labels and event.labels & VARYING:
             yield Found(
