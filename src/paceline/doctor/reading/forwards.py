@@ -16,7 +16,7 @@ __all__ = ["forward", "loss_of"]
 def forward(reader: Walker, module: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
     """Calls a module. Its result carries which call it came from, to be found again in a loss."""
     if module.name.rpartition(".")[2] in MEAN_LOSSES:
-        return loss_of(reader, module.fields, [*arguments, *keywords.values()])
+        return loss_of(module.fields, [*arguments, *keywords.values()])
     if not reader.spend():
         return Value("tensor", labels_of([*arguments, *keywords.values()]))
     event = reader.event("forward", node, subject=module, arguments={**numbered(arguments), **keywords})
@@ -54,7 +54,7 @@ def _run_forward(
     return None
 
 
-def loss_of(reader: Walker, options: dict[str, Value], parts: list[Value]) -> Value:
+def loss_of(options: dict[str, Value], parts: list[Value]) -> Value:
     reduction, ignores = options.get("reduction"), "ignore_index" in options
     how = reduction.only if reduction is not None else "mean"
     labels = labels_of(parts) - {"sum", "mean"}

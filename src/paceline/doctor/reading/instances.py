@@ -39,7 +39,7 @@ def instantiate(reader: Walker, cls: Value, arguments: list[Value], keywords: di
     if (method := method_of(made, "__init__")) is not None:
         reader.call(bound(method, made), arguments, keywords, node)
     else:
-        _without_init(reader, cls, made, arguments, keywords)
+        _without_init(cls, made, arguments, keywords)
     if kind in ("dataset", "stream", "sampler", "instance"):
         given = [*arguments, *keywords.values()]
         own = [v for name, v in made.fields.items() if name != "__class__"]
@@ -60,7 +60,7 @@ def instantiate(reader: Walker, cls: Value, arguments: list[Value], keywords: di
     return made
 
 
-def _without_init(reader: Walker, cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
+def _without_init(cls: Value, made: Value, arguments: list[Value], keywords: dict[str, Value]) -> None:
     """A dataclass or named tuple, or one whose base is an API: its arguments are its fields."""
     annotated = [
         line.target.id

@@ -69,7 +69,7 @@ def is_sharded(samplers: list[Value]) -> bool:
     )
 
 
-def number_of(reader: Walker, name: str, arguments: dict[str, Value], positional: list[Value]) -> Known | None:
+def number_of(name: str, arguments: dict[str, Value], positional: list[Value]) -> Known | None:
     first = positional[0].length if positional else None
     match name:
         case "torch.utils.data.TensorDataset":

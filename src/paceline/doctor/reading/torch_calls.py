@@ -126,7 +126,7 @@ def _made(
         unseeded = not arguments and not name.startswith("torch")
         return Value("generator", frozenset({"rng"}) if unseeded else seeded(labels), name)
     if known.makes in ("dataset", "sampler", "loader"):
-        length = number_of(reader, name, arguments, positional)
+        length = number_of(name, arguments, positional)
         return Value(
             known.makes,
             labels & (VARYING | ORDERS),
@@ -150,7 +150,7 @@ def tensor_call(reader: Walker, name: str, positional: list[Value], keywords: di
     parent, _, last = name.rpartition(".")
     operands = content(positional, keywords)
     if parent == "torch.nn.functional" and last in MEAN_LOSSES:
-        return loss_of(reader, keywords, operands)
+        return loss_of(keywords, operands)
     if (calculation := named(last)) is not None and len(operands) >= 2:
         return _calculated(reader, calculation, last, operands, node)
     labels = computed(last, operands)
@@ -186,7 +186,7 @@ def tensor_method(
     if is_tensor and (calculation := named(name)) is not None and len(operands) >= 2:
         return _calculated(reader, calculation, name, operands, node)
     if name in ("size", "numel", "dim"):
-        return _size(reader, value, name, arguments)
+        return _size(value, name, arguments)
     labels = computed(name, operands) if is_tensor else computed(name, [Value(labels=part_labels(value))])
     if not is_tensor:
         labels |= carried(operands[1:]) | speaks_of_ranks(name)
@@ -210,7 +210,7 @@ def tensor_method(
     return Value(kind, labels, length=value.length if keeps else None)
 
 
-def _size(reader: Walker, value: Value, name: str, arguments: list[Value]) -> Value:
+def _size(value: Value, name: str, arguments: list[Value]) -> Value:
     where = arguments[0].default if arguments else UNKNOWN
     length = value.length if where == 0 or (name == "numel" and value.kind == "tensor") else None
     if length is not None and length.only is not UNKNOWN:
