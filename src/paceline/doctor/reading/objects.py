@@ -17,6 +17,7 @@ from paceline.doctor.reading.samples import batch
 from paceline.doctor.reading.surroundings import variable
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import RANKS, STEPS, UNKNOWN, Known, Value, combined, constant, words
+from paceline.doctor.reading.walker import MAX_UNROLLED
 
 __all__ = ["Objects"]
 
@@ -24,7 +25,6 @@ _TENSOR_ATTRIBUTES: Final = words("T mT H real imag")
 _SIZES: Final = words("shape ndim dtype device itemsize nbytes requires_grad is_cuda")
 _OF_ALL: Final = frozenset({"own-size", "unique"})
 """How many elements there are says nothing about one of them."""
-MAX_UNROLLED: Final = 4
 
 
 class Objects(Expressions):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
+from typing import Final
 
 from paceline.doctor.reading.knowledge import Api
 from paceline.doctor.reading.machine import Flow, Machine
 from paceline.doctor.reading.trace import Loop
 from paceline.doctor.reading.values import Value
 
-__all__ = ["Walker"]
+__all__ = ["MAX_UNROLLED", "Walker"]
+
+MAX_UNROLLED: Final = 4
+"""So many constants that a loop goes over are told apart: its whole body is walked for each."""
 
 
 class Walker(Machine, ABC):
@@ -43,7 +47,7 @@ class Walker(Machine, ABC):
         """``value[key]`` (`objects`)."""
 
     @abstractmethod
-    def elements(self, value: Value, loop: Loop, node: ast.AST, most: int = 4) -> list[Value]:
+    def elements(self, value: Value, loop: Loop, node: ast.AST, most: int = MAX_UNROLLED) -> list[Value]:
         """What a loop's variable is, in one iteration that stands for all; in each, for a few constants, at most so
         many (`objects`)."""
 
