@@ -26,7 +26,7 @@ from paceline.doctor.reading.knowledge import (
     speaks_of_ranks,
 )
 from paceline.doctor.reading.lookup import bound, class_field, method_of
-from paceline.doctor.reading.machine import HARD_PRESSED, Class, Frame, Function, Scope, Started
+from paceline.doctor.reading.machine import HARD_PRESSED, READ_ENOUGH, Class, Frame, Function, Scope, Started
 from paceline.doctor.reading.objects import Objects
 from paceline.doctor.reading.program import Program
 from paceline.doctor.reading.seeds import picks, seeded
@@ -292,6 +292,7 @@ class Calls(Objects):
     ) -> Value:
         code: Function = function.code
         running = sum(frame.code is code.node for frame in self.frames)
+        self._times_read[id(code.node)] += 1
         if self._is_read_enough(code.node):
             self.trace.whole = False
             return Value(labels=carried([*arguments, *keywords.values()]))
@@ -309,8 +310,7 @@ class Calls(Objects):
 
     def _is_read_enough(self, node: ast.AST) -> bool:
         """Whether a function has been read often, and there is little time left."""
-        self._times_read[id(node)] += 1
-        return self._times_read[id(node)] > 3 and self.is_short(HARD_PRESSED)
+        return self._times_read[id(node)] > READ_ENOUGH and self.is_short(HARD_PRESSED)
 
     def _run(
         self,

@@ -27,11 +27,13 @@ HURRIED: Final = 0.5
 """Once less than this share of the steps is left, loops are gone round once only."""
 
 HARD_PRESSED: Final = 0.25
-"""And then functions that have been read three times are not read again: better a whole script in outline than its
-beginning in detail."""
+"""And then functions that have been read `READ_ENOUGH` times are not read again: better a whole script in outline than
+its beginning in detail."""
+
+READ_ENOUGH: Final = 3
 
 MAX_EVENTS: Final = 10_000
-"""The same script has 436; each rule goes through all of them, some once for each."""
+"""YOLOv5's has 436; each rule goes through all of them, some once for each."""
 
 DEADLINE_S: Final = 20.0
 """What takes longer is no training script, and whoever asks waits for an answer. Of the reader's own CPU time: what is
