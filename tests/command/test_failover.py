@@ -161,6 +161,8 @@ if run.is_main:
 '''
 
 LAUNCHES = """
+import sys
+
 import torch
 import paceline
 
