@@ -15,12 +15,13 @@ import pytest
 from paceline.doctor.rules import RULES
 from paceline.doctor.watching.following import patience_s
 from paceline.doctor.watching.judging import judge
+from paceline.doctor.watching.launching import names_gpus
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.hooking import Call, Hooked, install
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import BOUND_BYTES, Account, Place, Run, pack
 from paceline.doctor.watching.scratch import Scratch
-from paceline.doctor.watching.sources import conditions, loops_around, names_gpus
+from paceline.doctor.watching.sources import conditions, loops_around
 from told import Told, ids, run_of, seen, two
 
 SCRIPT = """

@@ -12,12 +12,11 @@ from paceline.doctor.findings import Finding, Obeyed
 from paceline.doctor.lines import named, shown
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, may_need_gpus, wants_gpus
-from paceline.doctor.watching.launching import rank_option
+from paceline.doctor.watching.launching import names_gpus, rank_option
 from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Run
 from paceline.doctor.watching.scratch import scratched
-from paceline.doctor.watching.sources import names_gpus
 
 __all__ = ["Limits", "Watched", "watch"]
 

@@ -16,11 +16,11 @@ from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, may_need_gpus
+from paceline.doctor.watching.launching import names_gpus
 from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Account, Run
 from paceline.doctor.watching.scratch import scratched
-from paceline.doctor.watching.sources import names_gpus
 
 __all__ = ["compare"]
 

@@ -1,4 +1,5 @@
-"""What a script wants to be told by whoever starts it, besides what torchrun puts into its environment."""
+"""What a script wants of whoever starts it, besides what torchrun puts into its environment: GPUs, an option for the
+rank."""
 
 from __future__ import annotations
 
@@ -7,14 +8,17 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.doctor.lines import parsed
-from paceline.doctor.watching.sources import texts_with
+from paceline.doctor.lines import parsed, text_of
 
-__all__ = ["rank_option"]
+__all__ = ["names_gpus", "rank_option"]
 
 _OPTIONS = frozenset({"--local_rank", "--local-rank"})
-_ASKS_ENVIRONMENT = re.compile(r"LOCAL_RANK")
-"""Who does so knows torchrun, and needs no option."""
+_GPUS = re.compile(r"cuda|nccl|torch\.accelerator")
+
+
+def names_gpus(script: Path) -> bool:
+    """Whether a script, or a file beside it that it imports, asks for GPUs."""
+    return any(_GPUS.search(text) for text in _texts_of_script(script))
 
 
 def rank_option(script: Path, arguments: Sequence[str]) -> str | None:
@@ -22,13 +26,27 @@ def rank_option(script: Path, arguments: Sequence[str]) -> str | None:
 
     ``None``: the script declares none, or does without it, or ``arguments`` hold it.
     """
-    first, *others = texts_with(script)
+    first, *others = _texts_of_script(script)
     others = [text for text in others if "__main__" not in text]  # that are scripts themselves, with options of theirs
-    if any(_ASKS_ENVIRONMENT.search(text) for text in (first, *others)):
+    if any("LOCAL_RANK" in text for text in (first, *others)):  # who asks for it knows torchrun, and needs no option
         return None
     if any(word.partition("=")[0] in _OPTIONS for word in arguments):
         return None
     return next((option for text in (first, *others) for option in _declared(text)), None)
+
+
+def _texts_of_script(script: Path) -> Iterator[str]:
+    """The text of a script and of each file beside it that it imports."""
+    pending, seen = [script], set[Path]()
+    while pending:
+        path = pending.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        yield (text := text_of(str(path)))
+        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.M):
+            base = script.parent.joinpath(*name.strip(".").split("."))
+            pending += [file for file in (base.with_suffix(".py"), *base.glob("*.py")) if file.is_file()]
 
 
 def _declared(text: str) -> Iterator[str]:

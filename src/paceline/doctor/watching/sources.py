@@ -10,20 +10,16 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.doctor.lines import Asked, parsed, text_at, text_of
 from paceline.doctor.watching.records import Place, Run
 
-__all__ = ["Loop", "conditions", "line_of", "loops_around", "names_gpus", "texts_with"]
+__all__ = ["Loop", "conditions", "line_of", "loops_around"]
 
 _RANK = re.compile(
     r"(?:(?<![A-Za-z])(?:my)?rank|(?<=[a-z])Rank|RANK)(?!ing|ed)|"  # not `ranking`, not `frank`
     r"(?i:is_main|is_master|is_primary|is_leader|is_chief|main_process|master_process|process_index)"
 )
-
-_GPUS = re.compile(r"cuda|nccl|torch\.accelerator")
-"""What says so."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +78,6 @@ def loops_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> l
 def line_of(place: Place) -> str:
     """Its text."""
     return text_at(place.path, place.line) or ""
-
-
-def names_gpus(script: Path) -> bool:
-    """Whether a script, or a file beside it that it imports, asks for GPUs."""
-    return any(_GPUS.search(text) for text in texts_with(script))
-
-
-def texts_with(script: Path) -> Iterator[str]:
-    """The text of a script and of each file beside it that it imports."""
-    pending, seen = [script], set[Path]()
-    while pending:
-        path = pending.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        yield (text := text_of(str(path)))
-        for name in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.M):
-            base = script.parent.joinpath(*name.strip(".").split("."))
-            pending += [file for file in (base.with_suffix(".py"), *base.glob("*.py")) if file.is_file()]
 
 
 def _around(place: Place) -> list[ast.AST]:
