@@ -57,10 +57,21 @@ def watch(
     """
     deadline_s = time.monotonic() + limits.timeout_s
     gpus: Gpus = "mapped" if names_gpus(script) else "none"
-    run = _run(script, arguments, limits, deadline_s, gpus, tell)
+    option = rank_option(script, arguments)
+
+    def run_with(gpus: Gpus) -> Run:
+        if tell is not None:
+            tell(f"starting {limits.workers} workers")
+        with (
+            scratched(script, in_place=limits.in_place) as scratch,
+            started(script, arguments, limits.workers, scratch, gpus, option=option) as ranks,
+        ):
+            return follow(ranks, steps=limits.steps, deadline_s=deadline_s, tell=tell)
+
+    run = run_with(gpus)
     if gpus == "mapped" and may_need_gpus(run) and time.monotonic() < deadline_s:
         gpus = "pretended"
-        run = _run(script, arguments, limits, deadline_s, gpus, tell)
+        run = run_with(gpus)
     verdict = judge(replace(run, circumstances=circumstances or Circumstances()))
     notes, cannot = verdict.notes, verdict.cannot
     if any(run.all("device")):
@@ -69,7 +80,7 @@ def watch(
         if cannot is not None and wants_gpus(run):
             excused = f"{cannot} (where the CPU stood in for a GPU, which cannot be done for all that a GPU does)"
             notes, cannot = tuple(excused if note == cannot else note for note in notes), excused
-    if (option := rank_option(script, arguments)) is not None:
+    if option is not None:
         notes = (
             f"each rank was given {option}, which the script declares, as by torch.distributed.launch; torchrun gives "
             "none: read LOCAL_RANK from the environment instead",
@@ -84,23 +95,6 @@ def watch(
         cannot=named(cannot, script) if cannot is not None else None,
         printed=tuple(account.tail for account in run.accounts),
     )
-
-
-def _run(
-    script: Path,
-    arguments: Sequence[str],
-    limits: Limits,
-    deadline_s: float,
-    gpus: Gpus,
-    tell: Callable[[str], None] | None,
-) -> Run:
-    if tell is not None:
-        tell(f"starting {limits.workers} workers")
-    with (
-        scratched(script, in_place=limits.in_place) as scratch,
-        started(script, arguments, limits.workers, scratch, gpus) as ranks,
-    ):
-        return follow(ranks, steps=limits.steps, deadline_s=deadline_s, tell=tell)
 
 
 def _named(finding: Finding, script: Path) -> Finding:

@@ -16,7 +16,7 @@ from paceline.doctor.watching.comparison import Comparison, Shown
 from paceline.doctor.watching.evidence import count
 from paceline.doctor.watching.following import follow
 from paceline.doctor.watching.judging import judge, may_need_gpus
-from paceline.doctor.watching.launching import names_gpus
+from paceline.doctor.watching.launching import names_gpus, rank_option
 from paceline.doctor.watching.limits import Limits
 from paceline.doctor.watching.ranks import Gpus, started
 from paceline.doctor.watching.records import Account, Run
@@ -64,6 +64,7 @@ class _Runs:
         self._script, self._arguments, self._limits, self._tell = script, arguments, limits, tell
         self._deadline_s = time.monotonic() + limits.timeout_s
         self._gpus: Gpus = "mapped" if names_gpus(script) else "none"
+        self._option = rank_option(script, arguments)
 
     def both(self, *, still: bool) -> tuple[Run, Run]:
         """With the ranks, and with one worker that is given their samples."""
@@ -80,7 +81,8 @@ class _Runs:
         with scratched(self._script, in_place=limits.in_place) as scratch:
             told = scratch.home / "comparing.json"
             told.write_text(json.dumps({"steps": _STEPS, "still": still, "loaders": loaders}))
-            with started(self._script, self._arguments, workers, scratch, self._gpus, comparing=told) as ranks:
+            given = (self._script, self._arguments, workers, scratch, self._gpus)
+            with started(*given, option=self._option, comparing=told) as ranks:
                 return follow(ranks, steps=_STEPS, deadline_s=self._deadline_s, tell=self._said(workers))
 
     def _said(self, workers: int) -> Callable[[str], None] | None:

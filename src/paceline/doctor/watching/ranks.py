@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from paceline import env
 from paceline.doctor.watching import keeper
-from paceline.doctor.watching.launching import rank_option
 from paceline.doctor.watching.probe import serving
 from paceline.doctor.watching.records import Account, legible
 from paceline.doctor.watching.scratch import Scratch, with_originals
@@ -113,12 +112,20 @@ class Rank:
 
 @contextlib.contextmanager
 def started(
-    script: Path, arguments: Sequence[str], workers: int, scratch: Scratch, gpus: Gpus, comparing: Path | None = None
+    script: Path,
+    arguments: Sequence[str],
+    workers: int,
+    scratch: Scratch,
+    gpus: Gpus,
+    *,
+    option: str | None = None,
+    comparing: Path | None = None,
 ) -> Iterator[list[Rank]]:
     """The ranks, as processes that run; all are ended with the context.
 
     Args:
         gpus: what is done about GPUs that the script names. The ranks see none.
+        option: by which each is told its local rank, too; ``None``: by none.
         comparing: what `probe.comparing` is to do, as JSON; ``None``: nothing.
 
     Raises:
@@ -129,7 +136,7 @@ def started(
         keeping = stack.enter_context(_keeper(run_id, scratch.home))
         stack.callback(keeper.end_all_of, run_id)
         ranks: list[Rank] = []
-        words, option = [*map(scratch.translated, arguments)], rank_option(script, arguments)
+        words = [*map(scratch.translated, arguments)]
         with socket.create_server(("127.0.0.1", 0)) as listener:  # the ranks' from now on: with the store it is gone
             shared = {
                 "parent": os.getpid(),
