@@ -165,7 +165,7 @@ def print_on_all_ranks(run: Run) -> Iterator[Finding]:
         by_place.setdefault(_asked_for(record), {}).setdefault(record.rank, []).append(record)
     for place, by_rank in by_place.items():
         first = next(iter(by_rank.values()))[0]
-        said = f"{line_of(place) if place is not None else ''} {first['text']}"
+        said = f"{line_of(place)} {first['text']}"
         if len(by_rank) < run.world or run.world < 2 or _SAYS_WHO.search(said):
             continue
         lines = min(len(those) for those in by_rank.values())

@@ -191,9 +191,7 @@ def _failure(run: Run) -> str | None:
 def _reason(account: Account, error: Record | None) -> str:
     text = _without_traceback(str(error["text"] or "").strip())[:300] if error is not None else ""
     if error is not None and not (error["type"] == "SystemExit" and text.isdigit()):
-        says = text or (
-            line_of(error.place).strip() if error.place is not None else ""
-        )  # of a bare assert, all there is
+        says = text or line_of(error.place)  # of a bare assertion, all there is
         return f"{error['type'] or 'an exception'}: {says}" if says else str(error["type"] or "an exception")
     code = int(text) if text else account.code or 0
     how = f"killed by signal {-code}" if code < 0 else f"it left with exit code {code}"
@@ -228,5 +226,5 @@ def wants_gpus(run: Run) -> bool:
     if failure is None or any(True for _ in run.all("step")):
         return False
     account, error = failure
-    said = f"{error['text']} {line_of(error.place) if error.place else ''}" if error is not None else account.tail
+    said = f"{error['text']} {line_of(error.place)}" if error is not None else account.tail
     return re.search(r"cuda|gpu|nccl|torch\.accelerator", said, re.I) is not None

@@ -75,9 +75,9 @@ def loops_around(places: Sequence[Place], apart_from: Sequence[Place] = ()) -> l
     return found
 
 
-def line_of(place: Place) -> str:
-    """Its text."""
-    return text_at(place.path, place.line) or ""
+def line_of(place: Place | None) -> str:
+    """Its text; of no place none."""
+    return (text_at(place.path, place.line) or "") if place is not None else ""
 
 
 def _around(place: Place) -> list[ast.AST]:
