@@ -1,8 +1,12 @@
-"""Accounts of ranks, written by hand: what the doctor's run pass concludes from them is pure."""
+"""Accounts of ranks, written by hand: what the doctor's run pass concludes from them is pure.
+
+`Ranks` where two ranks tell the same things, or of some of them something else, and one check is asked; `Told`, one for
+each rank, where they go ways of their own, and all checks are asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from paceline.doctor.reading import read
 from paceline.doctor.watching.judging import judge
 from paceline.doctor.watching.records import KINDS, Account, Place, Record, Run, Stopped
 
-__all__ = ["Ranks", "Told", "ids", "rules", "run_of", "seen", "two"]
+__all__ = ["Ranks", "Told", "ids", "run_of", "seen", "two"]
 
 Check = Callable[[Run], Iterator[Finding]]
 
@@ -25,20 +29,9 @@ class Told:
         self.account, self.path = Account(rank=rank), path
 
     def tell(self, kind: str, line: int = 1, *, over: bool = True, syncs: int = 0, **facts: Any) -> Told:
-        assert kind in KINDS
-        number = len(self.account.records)
-        self.account.records.append(
-            Record(
-                kind=kind,
-                rank=self.account.rank,
-                number=number,
-                at_s=float(number),
-                places=(Place(str(self.path), line),),
-                syncs=syncs,
-                facts=facts,
-                ended_s=number + 0.5 if over else None,
-            )
-        )
+        at_s = float(len(self.account.records))
+        ended_s = at_s + 0.5 if over else None
+        _write(self.account, kind, self.path, [line], facts, at_s=at_s, ended_s=ended_s, syncs=syncs)
         return self
 
     def meets(self, op: str, line: int, *, over: bool = True) -> Told:
@@ -69,8 +62,8 @@ def seen(*told: Told, stopped: Stopped = "hang") -> list[Finding]:
     return unexplained(judge(run_of(*told, stopped=stopped)).findings)
 
 
-def ids(*told: Told, stopped: Stopped = "hang") -> list[str]:
-    return [finding.id for finding in seen(*told, stopped=stopped)]
+def ids(findings: Iterable[Finding]) -> list[str]:
+    return [finding.id for finding in findings]
 
 
 class Ranks:
@@ -89,29 +82,19 @@ class Ranks:
     def tell(
         self,
         kind: str,
-        *sides: dict[str, Any],
+        *sides: dict[str, Any] | None,
         lines: Sequence[int] = (1,),
         child: int | None = None,
         syncs: int = 0,
         **facts: Any,
     ) -> Ranks:
-        """Both ranks tell it: with the same facts, or each with its side's besides. An empty side tells nothing."""
-        assert kind in KINDS or kind == "lock"
+        """Both ranks tell it: with the same facts, or each with its side's besides. ``None`` tells nothing."""
         self._at_s += 1.0
-        for account, own in zip(self.accounts, sides or ({"same": True}, {"same": True}), strict=True):
-            if own:
-                record = Record(
-                    kind=kind,
-                    rank=account.rank,
-                    number=len(account.records),
-                    at_s=self._at_s + account.rank / 4,
-                    places=tuple(Place(str(self.path), line) for line in lines),
-                    child=child,
-                    syncs=syncs,
-                    facts=facts | own,
-                    ended_s=self._at_s + 0.5,
-                )
-                account.records.append(record)
+        for account, own in zip(self.accounts, sides or ({}, {}), strict=True):
+            if own is not None:
+                at_s, ended_s = self._at_s + account.rank / 4, self._at_s + 0.5
+                told = facts | own
+                _write(account, kind, self.path, lines, told, at_s=at_s, ended_s=ended_s, child=child, syncs=syncs)
         return self
 
     def goes(
@@ -124,7 +107,7 @@ class Ranks:
         facts = {"roots": [[["MeanBackward0", 4.0]]], "reached": [[0, "synced"]], **facts}
         return self.tell("backward", lines=lines, onto=onto, **facts)
 
-    def steps(self, *sides: dict[str, Any], **facts: Any) -> Ranks:
+    def steps(self, *sides: dict[str, Any] | None, **facts: Any) -> Ranks:
         whole: dict[str, Any] = {
             "optimizer": 0,
             "plain": True,
@@ -146,6 +129,30 @@ class Ranks:
         return list(check(Run(accounts=self.accounts, stopped="ended", circumstances=known)))
 
 
-def rules(found: Sequence[Finding]) -> list[str]:
-    """By their ids."""
-    return [finding.id for finding in found]
+def _write(
+    account: Account,
+    kind: str,
+    path: Path,
+    lines: Sequence[int],
+    facts: dict[str, Any],
+    *,
+    at_s: float,
+    ended_s: float | None,
+    child: int | None = None,
+    syncs: int = 0,
+) -> None:
+    """A record of something at these lines, innermost first."""
+    assert kind in KINDS
+    account.records.append(
+        Record(
+            kind=kind,
+            rank=account.rank,
+            number=len(account.records),
+            at_s=at_s,
+            places=tuple(Place(str(path), line) for line in lines),
+            child=child,
+            syncs=syncs,
+            facts=facts,
+            ended_s=ended_s,
+        )
+    )

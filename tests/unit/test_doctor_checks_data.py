@@ -14,7 +14,7 @@ from paceline.doctor.watching import (
     checks_data,
     checks_random,
 )
-from told import Ranks, rules
+from told import Ranks, ids
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_shards_are_no_split_that_differs(ranks: Ranks, case: str) -> None:
     *parts, of, wrong = SPLITS[case]
     sides = [{"size": len(part), "digest": str(part), "indices": part} for part in parts]
     ranks.tell("subset", *sides, of=of)
-    assert rules(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
+    assert ids(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
 
 
 def test_data_may_differ_where_each_rank_trains_a_model_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_data_may_differ_where_each_rank_trains_a_model_of_its_own(ranks: Ranks,
             "batch", loader=0, number=0, indices=[*range(9)], rows=[*"abcdefghi"]
         )
         those.tell("backward", roots=[], reached=[])
-    assert rules(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"]
-    assert rules(ranks.found(checks_data.no_distributed_sampler)) == ["no-distributed-sampler"]
+    assert ids(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"]
+    assert ids(ranks.found(checks_data.no_distributed_sampler)) == ["no-distributed-sampler"]
     assert not alone.found(checks_data.random_split_differs)
     assert not alone.found(checks_data.no_distributed_sampler)
 
@@ -65,7 +65,7 @@ def test_a_schedule_that_is_made_again_was_broken_off(ranks: Ranks, resumed: boo
         for _ in range(10):
             ranks.tell("scheduled", scheduler=number, rates=[0.1])
     ranks.tell("end", code=0)
-    found = rules(ranks.found(checks_data.schedule_length_mismatch))
+    found = ids(ranks.found(checks_data.schedule_length_mismatch))
     assert found == ["schedule-length-mismatch"] * (not resumed)
 
 
@@ -84,7 +84,7 @@ def test_loader_workers_are_to_blame_for_what_they_do_with_their_seeds(ranks: Ra
     ranks.tell("loader", loader=0, workers=1)
     for rank, workers in enumerate(sides):
         for child, seed, state in workers:
-            own: list[dict[str, Any]] = [{}, {}]
+            own: list[dict[str, Any] | None] = [None, None]
             own[rank] = {"seed": seed, "state": state}
             ranks.tell("draw", *own, child=child, where="fetch", generator="numpy", fetch=1)
             own[rank] = {"seed": seed, "state": "by sample"}  # what a dataset seeds by the sample's number comes again
@@ -104,15 +104,15 @@ def test_parts_that_are_split_differently_are_not_told_as_another_order(ranks: R
     ranks.tell("loader", loader=0, sampler=0, workers=0).tell("pass", loader=0, number=0)
     rows = [{"rows": [f"row {n}" for n in range(12)]}, {"rows": [f"row {n + 8}" for n in range(12)]}]
     ranks.tell("batch", *rows, loader=0, number=0, indices=[*range(12)])
-    assert rules(ranks.found(checks_data.dataset_order_differs)) == ["dataset-order-differs"] * (not wrong)
-    assert rules(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
+    assert ids(ranks.found(checks_data.dataset_order_differs)) == ["dataset-order-differs"] * (not wrong)
+    assert ids(ranks.found(checks_data.random_split_differs)) == ["random-split-differs"] * wrong
 
 
 @pytest.mark.parametrize(("replicas", "wrong"), [(2, True), (1, False)])
 def test_a_sampler_of_a_ranks_own_data_may_differ(ranks: Ranks, replicas: int, wrong: bool) -> None:
     ranks.tell("sampler", {"seed": 0, "size": 30}, {"seed": 1, "size": 34}, sampler=0, shuffle=True, replicas=replicas)
     found = ranks.found(checks_data.sampler_seed_differs) + ranks.found(checks_data.dataset_order_differs)
-    assert rules(found) == ["sampler-seed-differs", "dataset-order-differs"] * wrong
+    assert ids(found) == ["sampler-seed-differs", "dataset-order-differs"] * wrong
 
 
 STREAMS = {
@@ -130,7 +130,7 @@ def test_a_stream_is_the_same_if_its_samples_are_or_their_order_is(ranks: Ranks,
     ranks.tell("loader", loader=0, iterable=True, workers=0, dataset="Lines").tell("pass", loader=0, number=0)
     ranks.tell("batch", *({"rows": rows} for rows in orders), loader=0, number=0, indices=None)
     ranks.tell("backward", roots=[], reached=[])
-    assert rules(ranks.found(checks_data.iterable_not_sharded)) == ["iterable-not-sharded"] * wrong
+    assert ids(ranks.found(checks_data.iterable_not_sharded)) == ["iterable-not-sharded"] * wrong
 
 
 def test_the_function_that_seeds_workers_is_where_reading_may_tell_it(ranks: Ranks) -> None:

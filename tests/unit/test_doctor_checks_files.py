@@ -13,7 +13,7 @@ import pytest
 from paceline.doctor.watching import (
     checks_files,
 )
-from told import Ranks, rules
+from told import Ranks, ids
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_file_that_is_locked_or_shared_is_not_a_save(ranks: Ranks, mode: str, 
     ranks.tell("open", path="/project/data.lock", mode=mode, own=True)
     if locked:
         ranks.tell("lock", path="/project/data.lock")
-    assert rules(ranks.found(checks_files.other_files_on_all_ranks)) == ["save-on-all-ranks"] * wrong
+    assert ids(ranks.found(checks_files.other_files_on_all_ranks)) == ["save-on-all-ranks"] * wrong
 
 
 @pytest.mark.parametrize(("lost", "whole", "wrong"), [(False, True, False), (True, False, True), (True, True, True)])
@@ -59,7 +59,7 @@ def test_what_prints_for_others_is_told_where_they_ask_for_it(ranks: Ranks) -> N
 def test_a_line_that_tells_whose_it_is_may_come_from_every_rank(ranks: Ranks, line: str, wrong: bool) -> None:
     ranks.path.write_text(f"{line}\n")
     ranks.tell("print", text="1.0").tell("print", text="0.9")
-    assert rules(ranks.found(checks_files.print_on_all_ranks)) == ["print-on-all-ranks"] * wrong
+    assert ids(ranks.found(checks_files.print_on_all_ranks)) == ["print-on-all-ranks"] * wrong
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_who_loads_before_a_save_that_comes_much_later(
     ranks: Ranks, load_first: bool, load_syncs: int, save_syncs: int, wrong: bool
 ) -> None:
     for kind in ("load", "save") if load_first else ("save", "load"):
-        only_zero: tuple[dict[str, Any], ...] = ({"prefixed": False}, {})
+        only_zero: tuple[dict[str, Any] | None, ...] = ({"prefixed": False}, None)
         if kind == "save":
             ranks.tell("save", *only_zero, syncs=save_syncs, path="/project/last.pt")
         else:
             ranks.tell("load", syncs=load_syncs, path="/project/last.pt", mapped=True)
-    assert rules(ranks.found(checks_files.load_without_barrier)) == ["load-without-barrier"] * wrong
+    assert ids(ranks.found(checks_files.load_without_barrier)) == ["load-without-barrier"] * wrong
 
 
 @pytest.mark.parametrize(("of_a_model", "level"), [(True, "warning"), (False, "advice")])

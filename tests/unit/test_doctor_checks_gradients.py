@@ -23,7 +23,7 @@ from paceline.doctor.watching.probe import communication, optimizers, training
 from paceline.doctor.watching.probe.hooking import Call
 from paceline.doctor.watching.probe.recorder import Recorder
 from paceline.doctor.watching.records import WEIGHTED
-from told import Ranks, rules
+from told import Ranks, ids
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_gradients_are_accumulated_only_over_samples_of_their_own(ranks: Ranks, 
     told, wrong = ACCUMULATES[case]
     told(ranks)
     found = ranks.found(checks_gradients.accumulation_not_normalised)
-    assert rules(found) == ["accumulation-not-normalised"] * wrong
+    assert ids(found) == ["accumulation-not-normalised"] * wrong
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_only_weights_that_are_to_be_equal_are_compared(ranks: Ranks, alike: lis
         told = {"alike": alike, "names": ["body", "head"], "sample": [[0.0], [1.0]], "grads": ["g", "g"]}
         ranks.goes().steps({"values": ["a", own]}, {"values": ["a", other]}, **told)
     found = ranks.found(checks_replicas.replicas_start_different) + ranks.found(checks_replicas.replicas_diverged)
-    assert rules(found) == ["replicas-start-different", "replicas-diverged"] * wrong
+    assert ids(found) == ["replicas-start-different", "replicas-diverged"] * wrong
     if wrong:
         assert found[1].evidence.endswith(", in head")
 
@@ -132,7 +132,7 @@ def test_a_copy_of_gradients_that_is_not_put_back_is_for_show(
     ranks: Ranks, copied: bool, touched: bool, wrong: bool
 ) -> None:
     ranks.goes().tell("collective", op="all_reduce", ranks=[0, 1], grads="ddp", copied=copied).steps(touched=touched)
-    assert rules(ranks.found(checks_gradients.redundant_grad_allreduce)) == ["redundant-grad-allreduce"] * wrong
+    assert ids(ranks.found(checks_gradients.redundant_grad_allreduce)) == ["redundant-grad-allreduce"] * wrong
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -143,10 +143,10 @@ def test_steps_of_ranks_with_uneven_inputs_are_not_compared_by_number(ranks: Ran
         if joined and values[0] is not None:
             ranks.tell("join")
         for rank, value in enumerate(values):
-            own: list[dict[str, Any]] = [{}, {}]
-            own[rank] = {"values": [value]} if value is not None else {}
+            own: list[dict[str, Any] | None] = [None, None]
+            own[rank] = {"values": [value]} if value is not None else None
             ranks.steps(*own, alike=[True])
-    assert rules(ranks.found(checks_replicas.replicas_diverged)) == ["replicas-diverged"] * (not joined)
+    assert ids(ranks.found(checks_replicas.replicas_diverged)) == ["replicas-diverged"] * (not joined)
 
 
 @pytest.mark.parametrize(("loads", "rule"), [(None, "replicas-diverged"), ((0,), "resume-on-one-rank")])
@@ -155,12 +155,12 @@ def test_a_state_that_one_rank_loads_later_in_the_run_is_the_cause(
 ) -> None:
     ranks.tell("init").goes().steps(alike=[True])
     if loads is not None:
-        own: list[dict[str, Any]] = [{"whole": True} if rank in loads else {} for rank in (0, 1)]
+        own: list[dict[str, Any] | None] = [{"whole": True} if rank in loads else None for rank in (0, 1)]
         ranks.tell("load-state", *own, lines=(3,), ddp=0, lost=False)
     ranks.goes().steps({"values": ["b"]}, {"values": ["c"]})
     checks = checks_replicas.resume_on_one_rank, checks_replicas.replicas_start_different
     found = [finding for check in checks for finding in ranks.found(check)]
-    assert rules(found or ranks.found(checks_replicas.replicas_diverged)) == [rule]
+    assert ids(found or ranks.found(checks_replicas.replicas_diverged)) == [rule]
 
 
 @pytest.mark.parametrize(("then", "wrong"), [("a synced backward", True), ("by hand", True), ("nothing", False)])
@@ -172,7 +172,7 @@ def test_clipping_is_too_early_if_gradients_are_reduced_afterwards(ranks: Ranks,
     elif then == "by hand":
         ranks.tell("collective", op="all_reduce", ranks=[0, 1], grads="plain", copied=False)
     ranks.steps()
-    assert rules(ranks.found(checks_gradients.clip_before_sync)) == ["clip-before-sync"] * wrong
+    assert ids(ranks.found(checks_gradients.clip_before_sync)) == ["clip-before-sync"] * wrong
 
 
 def test_a_loss_is_told_by_its_last_functions() -> None:
@@ -197,7 +197,7 @@ def test_a_loss_is_told_by_its_last_functions() -> None:
 @pytest.mark.parametrize(("name", "wrong"), [("NllLossBackward0", True), (f"NllLossBackward0{WEIGHTED}", False)])
 def test_weights_of_classes_are_no_counts_of_samples(ranks: Ranks, name: str, wrong: bool) -> None:
     ranks.tell("backward", *({"roots": [[[name, n]]]} for n in (6.0, 2.0)), reached=[[0, "synced"]])
-    assert rules(ranks.found(checks_gradients.unequal_weight_average)) == ["unequal-weight-average"] * wrong
+    assert ids(ranks.found(checks_gradients.unequal_weight_average)) == ["unequal-weight-average"] * wrong
 
 
 def test_gradients_are_known_flattened_and_scaled_too() -> None:

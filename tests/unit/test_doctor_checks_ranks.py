@@ -20,7 +20,7 @@ from paceline.doctor.watching import (
 )
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.recorder import Recorder
-from told import Ranks, rules
+from told import Ranks, ids
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_model_that_may_leave_parts_out_is_not_told_that_it_never_does(ranks: 
     for _ in range(20):
         ranks.tell("graph", ddp=0, unused=[], total=4)
     found = ranks.found(checks_models.find_unused_unneeded)
-    assert rules(found) == ["find-unused-unneeded"] * FORWARDS[forward]
+    assert ids(found) == ["find-unused-unneeded"] * FORWARDS[forward]
 
 
 # --- devices
@@ -69,7 +69,7 @@ def test_who_chooses_a_device_of_its_own_by_whatever_name(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("index", "how"), [(None, "to"), (0, "to"), (0, "set_device")])
 def test_the_first_gpu_for_every_rank_is_a_mistake_by_whatever_name(ranks: Ranks, index: int | None, how: str) -> None:
     ranks.tell("device", index=index, how=how)
-    assert rules(ranks.found(checks_launch.cuda_device_not_set)) == ["cuda-device-not-set"]
+    assert ids(ranks.found(checks_launch.cuda_device_not_set)) == ["cuda-device-not-set"]
 
 
 def test_a_device_without_a_number_is_the_one_that_was_chosen() -> None:
@@ -97,7 +97,7 @@ def test_a_batch_without_a_forward_on_one_rank_is_a_step_left_out(ranks: Ranks, 
     ranks.loads(0)
     for number in range(3):
         ranks.tell("batch", loader=0, number=0, indices=[], rows=[])
-        both: list[dict[str, Any]] = [{"grad": True}, {} if number == skips else {"grad": True}]
+        both: list[dict[str, Any] | None] = [{"grad": True}, None if number == skips else {"grad": True}]
         ranks.tell("forward", *both, lines=(4,), ddp=0, communicates=False).tell("backward", lines=(4,), roots=[])
         if ends and number == skips:
             break
@@ -110,8 +110,8 @@ def test_a_barrier_of_one_rank_that_another_meets_with_its_next_one(ranks: Ranks
     """It is the first one of which only one rank's stands under its rank's condition, not the one that nobody meets."""
     ranks.path.write_text("if rank == 0:\n    dist.barrier()\ndist.barrier()\n")
     both: dict[str, Any] = {"op": "barrier", "ranks": [0, 1]}
-    ranks.tell("init").tell("collective", both, {}, lines=(2,)).tell("collective", {}, both, lines=(3,))
-    ranks.tell("collective", both, {}, lines=(3,)).tell("end", {}, {"code": 0})
+    ranks.tell("init").tell("collective", both, None, lines=(2,)).tell("collective", None, both, lines=(3,))
+    ranks.tell("collective", both, None, lines=(3,)).tell("end", None, {"code": 0})
     (finding,) = ranks.found(checks_collectives.meetings_missed)
     assert (finding.id, finding.line) == ("rank-conditional-collective", 2)
     assert "rank 1 is at barrier (train.py:3)" in finding.evidence
@@ -121,8 +121,8 @@ def test_a_barrier_of_one_rank_that_another_meets_with_its_next_one(ranks: Ranks
 def test_who_has_failed_is_not_missing(ranks: Ranks, code: int, fails: bool, wrong: bool) -> None:
     """An exception of one rank is told as such: nobody has to ask why it does not come."""
     ranks.path.write_text("save(model)\ndist.barrier()\n")
-    ranks.tell("init").tell("collective", {}, {"op": "barrier"}, lines=(2,), ranks=[0, 1])
+    ranks.tell("init").tell("collective", None, {"op": "barrier"}, lines=(2,), ranks=[0, 1])
     if fails:
-        ranks.tell("error", {"type": "OSError", "text": "no space left"}, {})
-    ranks.tell("end", {"code": code, "initialized": False}, {})
+        ranks.tell("error", {"type": "OSError", "text": "no space left"}, None)
+    ranks.tell("end", {"code": code, "initialized": False}, None)
     assert bool(ranks.found(checks_collectives.meetings_missed)) == wrong

@@ -88,8 +88,8 @@ def test_who_has_returned_before_a_barrier_is_not_told_as_another_order(ranks: R
         BEGIN
         + "def save():\n    if rank != 0:\n        return\n    dist.barrier()\nsave()\nx = dist.all_reduce(rank)\n"
     )
-    ranks.tell("collective", {"op": "barrier", "syncs": 0}, {}, lines=(6, 7), ranks=[0, 1])
-    ranks.tell("collective", {}, {"op": "all_reduce", "shape": [1]}, lines=(8,), ranks=[0, 1])
+    ranks.tell("collective", {"op": "barrier", "syncs": 0}, None, lines=(6, 7), ranks=[0, 1])
+    ranks.tell("collective", None, {"op": "all_reduce", "shape": [1]}, lines=(8,), ranks=[0, 1])
     (finding,) = ranks.found(checks_collectives.meetings_missed)
     assert (finding.id, finding.line) == ("rank-conditional-collective", 6)
     assert "`if not (rank != 0)` (line 4)" in finding.message

@@ -63,7 +63,7 @@ def test_a_collective_that_depends_on_data_is_another_mistake(script: Path) -> N
     zero, one = two(script)
     zero.goes(5).meets("all_gather", 13, over=False)
     one.goes(5).goes(14, over=False)
-    assert ids(zero, one) == ["data-dependent-collective"]
+    assert ids(seen(zero, one)) == ["data-dependent-collective"]
 
 
 def test_who_leaves_a_loop_by_break_has_stopped_early(script: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_player_that_learns_through_the_other_ones_module_bypasses_nothing(scr
         told.goes(5).tell("step", 6, **step(["a"], ["b"]))
         told.tell("around", 7, ddp=1, module="Linear", training=True)
         told.tell("backward", 7, roots=[], reached=[[0, "synced"], [1, None]]).tell("step", 8, **step(["a"], ["b"]))
-    assert ids(*ranks, stopped="ended") == []
+    assert ids(seen(*ranks, stopped="ended")) == []
 
 
 def test_who_leaves_the_loop_around_whole_passes_has_stopped_early(tmp_path: Path) -> None:
@@ -186,28 +186,28 @@ def test_samples_that_come_to_two_ranks_under_other_numbers(case: str, script: P
         told.tell("loader", 2, loader=0, sampler=0).tell("pass", 4, loader=0, number=0)
         numbers, contents = zip(*rows, strict=True)
         told.tell("batch", 4, loader=0, indices=list(numbers), rows=list(contents))
-    assert ("dataset-order-differs" in ids(*ranks, stopped="ended")) is differs
+    assert ("dataset-order-differs" in ids(seen(*ranks, stopped="ended"))) is differs
 
 
 def test_a_rank_that_goes_forward_twice_has_skipped(script: Path) -> None:
     zero, one = two(script)
     zero.goes(5).goes(5)
     one.goes(5).tell("forward", 5, grad=True, communicates=False, ddp=0).goes(5)
-    assert ids(zero, one) == ["rank-local-skip"]
+    assert ids(seen(zero, one)) == ["rank-local-skip"]
 
 
 def test_ranks_that_do_the_same_give_no_finding(script: Path) -> None:
     zero, one = two(script)
     for told in (zero, one):
         told.goes(5).meets("all_reduce", 7).meets("barrier", 15).tell("end", code=0, initialized=False)
-    assert ids(zero, one, stopped="ended") == []
+    assert ids(seen(zero, one, stopped="ended")) == []
 
 
 def test_what_is_cut_off_by_a_limit_is_no_parting(script: Path) -> None:
     zero, one = two(script)
     zero.goes(5).goes(5)
     one.goes(5)
-    assert ids(zero, one, stopped="steps") == []
+    assert ids(seen(zero, one, stopped="steps")) == []
 
 
 def step(values: list[str], grads: list[str], **facts: Any) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def test_weights_that_come_apart_for_no_other_reason_have_diverged(script: Path)
     for told, values in ((zero, ("a", "b")), (one, ("a", "cc"))):
         for value in values:
             told.goes(5).tell("step", 6, **step([value], ["g"]))
-    assert ids(zero, one, stopped="ended") == ["replicas-diverged"]
+    assert ids(seen(zero, one, stopped="ended")) == ["replicas-diverged"]
 
 
 def test_a_step_on_held_gradients_explains_what_comes_of_it(script: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_step_on_held_gradients_explains_what_comes_of_it(script: Path) -> Non
     for told, values in ((zero, ("a", "b")), (one, ("a", "cc"))):
         for value in values:
             told.goes(5, synced="held").tell("step", 6, **step([value], [value]))
-    assert ids(zero, one, stopped="ended") == ["unsynced-optimizer-step"]
+    assert ids(seen(zero, one, stopped="ended")) == ["unsynced-optimizer-step"]
 
 
 def test_who_fell_silent_is_the_culprit_not_who_lost_the_connection(script: Path) -> None:
