@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from paceline.doctor.reading.calls import Calls, named_after_ranks
+from paceline.doctor.reading.calls import Calls, doubted_by_name
 from paceline.doctor.reading.flows import bounded, detached, doubted, labels_of
 from paceline.doctor.reading.machine import Frame
 from paceline.doctor.reading.values import Value
@@ -54,7 +54,7 @@ class Assignments(Calls):
 
     def assign(self, target: ast.expr, value: Value) -> None:
         match target:
-            case ast.Name() | ast.Attribute() if (called := named_after_ranks(_name_of(target), value)) is not value:
+            case ast.Name() | ast.Attribute() if (called := doubted_by_name(_name_of(target), value)) is not value:
                 self.assign(target, called)
             case ast.Name():
                 self.write(self.frame.scope.holder(target.id), target.id, value)

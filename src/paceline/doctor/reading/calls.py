@@ -21,8 +21,8 @@ from paceline.doctor.reading.knowledge import (
     METHODS,
     Api,
     api,
-    is_called_after_ranks,
     may_agree,
+    names_a_rank,
     speaks_of_ranks,
 )
 from paceline.doctor.reading.lookup import bound, class_field, method_of
@@ -35,7 +35,7 @@ from paceline.doctor.reading.torch_calls import known_call, tensor_call, tensor_
 from paceline.doctor.reading.trace import Call
 from paceline.doctor.reading.values import NONE, VARYING, Known, Value, numbered
 
-__all__ = ["Calls", "named_after_ranks"]
+__all__ = ["Calls", "doubted_by_name"]
 
 MAX_FRAMES: Final = 24
 _MINDED: Final = ("module", "ddp", "loader", "sampler", "optimizer", "dataset", "stream")
@@ -360,12 +360,10 @@ def _escape(values: Iterable[Value]) -> None:
                 option.labels |= {"escaped"}
 
 
-def named_after_ranks(name: str, value: Value) -> Value:
+def doubted_by_name(name: str, value: Value) -> Value:
     """What a variable holds of which only its name tells that it may differ between ranks; else the value itself."""
     unclear = value.kind == "unknown" and value.known is None and not value.labels & {"rank", "partly"}
-    return (
-        Value(labels=value.labels | {"partly"}, name=value.name) if unclear and is_called_after_ranks(name) else value
-    )
+    return Value(labels=value.labels | {"partly"}, name=value.name) if unclear and names_a_rank(name) else value
 
 
 def _bound_parameters(
@@ -380,7 +378,7 @@ def _bound_parameters(
             names[name] = rest.pop(name)
         elif name not in names:
             names[name] = Value() if unknown else code.defaults.get(name) or Value(labels=labels_of(rest.values()))
-    names = {name: named_after_ranks(name, value) for name, value in names.items()}
+    names = {name: doubted_by_name(name, value) for name, value in names.items()}
     if parameters.vararg is not None:
         extra = arguments[len(positional) :]
         names[parameters.vararg.arg] = Value("tuple", items=extra, length=Known((len(extra),)))

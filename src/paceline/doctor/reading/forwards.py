@@ -34,7 +34,7 @@ def forward(reader: Walker, module: Value, arguments: list[Value], keywords: dic
         reader.inside.pop()
     if result is None:
         result = Value("tensor", length=arguments[0].length if arguments else None)
-    event.result = relabelled(result, labels, without=frozenset({"divided", "sum", "count", "own-mean"}))
+    event.result = _relabelled(result, labels, without=frozenset({"divided", "sum", "count", "own-mean"}))
     return event.result
 
 
@@ -65,17 +65,17 @@ def loss_of(options: dict[str, Value], parts: list[Value]) -> Value:
     return Value("tensor", labels)
 
 
-def relabelled(value: Value, labels: frozenset[str], without: frozenset[str], depth: int = 3) -> Value:
+def _relabelled(value: Value, labels: frozenset[str], without: frozenset[str], depth: int = 3) -> Value:
     """The same tensor, or tuple or dict of tensors, with other labels."""
     if value.kind in ("module", "ddp", "function", "class") or depth == 0:
         return value
     items = None
     if value.items is not None:
-        items = [relabelled(item, labels, without, depth - 1) for item in value.items[:64]]
+        items = [_relabelled(item, labels, without, depth - 1) for item in value.items[:64]]
     fields = value.fields
     if value.kind == "dict":
-        fields = {name: relabelled(held, labels, without, depth - 1) for name, held in fields.items()}
-    options = tuple(relabelled(option, labels, without, depth - 1) for option in value.options)
+        fields = {name: _relabelled(held, labels, without, depth - 1) for name, held in fields.items()}
+    options = tuple(_relabelled(option, labels, without, depth - 1) for option in value.options)
     if value.is_none:
         return value
     kind = "tensor" if value.kind in ("unknown", "scalar") else value.kind

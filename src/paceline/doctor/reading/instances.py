@@ -31,7 +31,7 @@ _DICTS: Final = words(
 
 
 def instantiate(reader: Walker, cls: Value, arguments: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
-    kind, base = kind_of(cls)
+    kind, base = _kind_of(cls)
     made = Value(kind, name=base or cls.name, code=cls.code, line=getattr(node, "lineno", 0), path=reader.path)
     made.fields["__class__"] = cls
     if kind == "module":
@@ -110,7 +110,7 @@ def _held(values: list[Value]) -> frozenset[str]:
     return found
 
 
-def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
+def _kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
     """What an object of a class is, and the API that it descends from."""
     for base in cls.code.bases if isinstance(cls.code, Class) and depth else ():
         if base.kind == "api":
@@ -119,7 +119,7 @@ def kind_of(cls: Value, depth: int = 12) -> tuple[str, str]:
             known = api(base.name)
             if known is not None and known.makes in ("module", "dataset", "sampler", "optimizer"):
                 return known.makes, ""
-        elif base.kind == "class" and (found := kind_of(base, depth - 1))[0] != "instance":
+        elif base.kind == "class" and (found := _kind_of(base, depth - 1))[0] != "instance":
             return found
     return "instance", ""
 

@@ -18,8 +18,8 @@ __all__ = [
     "Api",
     "api",
     "canonical",
-    "is_called_after_ranks",
     "may_agree",
+    "names_a_rank",
     "speaks_of_ranks",
 ]
 
@@ -296,11 +296,11 @@ _OF_RANKS = re.compile(
 )
 
 
-def is_called_after_ranks(name: str) -> bool:
-    """Whether a variable is called as those are that tell ranks apart. More strict than `speaks_of_ranks`: scripts call
+def names_a_rank(name: str) -> bool:
+    """Whether a variable has the name of one that tells ranks apart. More strict than `speaks_of_ranks`: scripts call
     their folders ``root``.
 
-    >>> is_called_after_ranks("local_rank"), is_called_after_ranks("ranking")
+    >>> names_a_rank("local_rank"), names_a_rank("ranking")
     (True, False)
     """
     return _NAMED_AFTER_RANKS.search(name.lower()) is not None

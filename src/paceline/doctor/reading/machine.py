@@ -268,7 +268,7 @@ class Machine:
             written.append(self.taken_back(mark))
             marks.append((first, len(self.trace.events)))
         if (chosen := self._set_up_in(marks)) is not None:
-            assume(test, not chosen)
+            _assume(test, not chosen)
             other = marks[1 - chosen]
             del self.trace.events[other[0] : other[1]]
             for holder, key, value in written[chosen].values():
@@ -352,16 +352,16 @@ def _sooner(first: Flow, second: Flow) -> Flow:
     return min(first, second, key=order.index)
 
 
-def assume(test: Value, truth: bool, depth: int = MAX_NESTED) -> None:
+def _assume(test: Value, truth: bool, depth: int = MAX_NESTED) -> None:
     """Takes a condition for decided from now on: nothing but the command line decides it."""
     if test.kind in ("unknown", "scalar") and not test.varies and "loop" not in test.fields:
         test.known = Known((truth,))
     match test.name, test.items if depth else None:
         case "not", [inner]:
-            assume(inner, not truth, depth - 1)
+            _assume(inner, not truth, depth - 1)
         case "and", [*parts] if truth:
             for part in parts:
-                assume(part, True, depth - 1)
+                _assume(part, True, depth - 1)
         case "or", [*parts] if not truth:
             for part in parts:
-                assume(part, False, depth - 1)
+                _assume(part, False, depth - 1)

@@ -15,7 +15,7 @@ from paceline.doctor.reading.trace import MAX_NESTED, Condition
 from paceline.doctor.reading.values import RANKS, STEPS, UNKNOWN, VARYING, Known, Value, combined, constant
 from paceline.doctor.reading.walker import Walker
 
-__all__ = ["Operators", "opposite", "whether_none"]
+__all__ = ["Operators"]
 
 
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -113,10 +113,10 @@ class Operators(Walker):
     def _compared(self, op: ast.cmpop, left: Value, right: Value) -> Value:
         if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and (left.is_none or right.is_none):
             asked = right if left.is_none else left
-            is_none = replace(whether_none(asked), fields={"of": asked})
-            return is_none if isinstance(op, ast.Is | ast.Eq) else replace(opposite(is_none), fields={"of": asked})
+            is_none = replace(_whether_none(asked), fields={"of": asked})
+            return is_none if isinstance(op, ast.Is | ast.Eq) else replace(_opposite(is_none), fields={"of": asked})
         if isinstance(right.only, bool) and isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and not left.known:
-            return left if right.only is isinstance(op, ast.Is | ast.Eq) else opposite(left)
+            return left if right.only is isinstance(op, ast.Is | ast.Eq) else _opposite(left)
         labels = tested((left, right))
         if isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and {left.kind, right.kind} <= {"api", "class"}:
             return constant(_is_same_class(left, right) is isinstance(op, ast.Is | ast.Eq))
@@ -188,25 +188,25 @@ def _is_rank(value: Value) -> bool:
     return "rank" in value.labels and value.kind in ("unknown", "scalar") and alone
 
 
-def opposite(truth: Value) -> Value:
+def _opposite(truth: Value) -> Value:
     known = combined(operator.not_, truth.known)
     return Value("scalar" if known else "unknown", truth.labels, "not", known, items=[truth])
 
 
-def whether_none(value: Value, depth: int = MAX_NESTED) -> Value:
+def _whether_none(value: Value, depth: int = MAX_NESTED) -> Value:
     """``value is None``: for what was chosen by a test, that test says it, and not what there was to choose from."""
     if value.known is not None and (value.kind == "scalar" or value.is_none):
         known = combined(lambda point: point is None, value.known)
         return Value("scalar" if known else "unknown", tested((value,)), known=known)
     test = value.fields.get("test")
     if test is not None and depth and {"if", "else"} <= value.fields.keys():
-        sides = [whether_none(value.fields[side], depth - 1) for side in ("if", "else")]
+        sides = [_whether_none(value.fields[side], depth - 1) for side in ("if", "else")]
         truths = [side.decided() for side in sides]
         match truths:
             case [True, False]:
                 return Value(test.kind, tested((test,)), test.name, test.known, items=test.items)
             case [False, True]:
-                return opposite(test)
+                return _opposite(test)
             case [True, True] | [False, False]:
                 return sides[0]
         return Value("unknown", tested([test, *sides]))

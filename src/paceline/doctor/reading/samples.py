@@ -19,7 +19,7 @@ def batch(reader: Walker, loader: Value, node: ast.AST) -> Value:
     given = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
     samplers = [s for value in given if (s := value.of_kind("sampler", "unknown", "instance")) is not None]
     labels = set(labels_of((dataset,)) & VARYING)
-    if is_sharded(samplers) or "rank" in labels:
+    if _is_sharded(samplers) or "rank" in labels:
         labels |= {"data", "shard"}
     elif samplers or dataset.kind == "unknown":
         labels |= {"data"}
@@ -59,12 +59,12 @@ def _drawn(reader: Walker, dataset: Value, name: str, arguments: list[Value], no
     return made
 
 
-def is_sharded(samplers: list[Value]) -> bool:
+def _is_sharded(samplers: list[Value]) -> bool:
     """Whether one of these gives each rank samples of its own."""
     return any(
         sampler.name == "torch.utils.data.DistributedSampler"
         or "rank" in sampler.labels
-        or is_sharded([inner for inner in sampler.fields.get("sampler", NONE).each() if inner.kind == "sampler"])
+        or _is_sharded([inner for inner in sampler.fields.get("sampler", NONE).each() if inner.kind == "sampler"])
         for sampler in samplers
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["generators", "of", "rows", "sampled", "tensors_in"]
+__all__ = ["generators", "of", "of_numbers", "rows", "sampled", "tensors_in"]
 
 _ROWS = 512
 _LEAVES = 16
