@@ -46,8 +46,8 @@ def verify(
 ) -> int:
     """Runs ``settings`` once with each number of workers, prints how the bits compare, and writes the proof.
 
-    Each run starts from scratch, in a directory of its own. Nothing of the recipe is touched, the
-    schedule neither: a run of fewer steps is the beginning of the whole one.
+    Each run starts from scratch, in a directory of its own. Nothing of the recipe is touched, the schedule neither: a
+    run of fewer steps is the beginning of the whole one.
 
     Args:
         template: an open one, from which all workers are forked.
