@@ -106,8 +106,8 @@ _DIVERGES: Final = frozenset(
     }
 )
 """What ``replicas-diverged`` may follow from, when its line only stands in for one that is not known. It is then told
-only if none of these is; a cause that was only read gets its numbers as evidence: they confirm it, and are not lost. Told
-at a scheduler or a learning rate (`stands_in` is false) it is a cause itself, and stays."""
+only if none of these is; a cause that was only read gets its numbers as evidence: they confirm it, and are not lost.
+Told at a scheduler or a learning rate (`stands_in` is false) it is a cause itself, and stays."""
 
 
 def unexplained(findings: Sequence[Finding]) -> list[Finding]:
