@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.doctor.lines import Asked, Line, head_of
+from paceline.doctor.lines import Line, head_of
 
-__all__ = ["Circumstances"]
+__all__ = ["Asked", "Circumstances"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A condition that holds where a line is reached.
+
+    Args:
+        line: from 1, where it is asked.
+        text: what holds, as the script says it; ``not (...)`` on the other arm.
+        of_rank: whether the answer depends on which rank it is, and not on what the rank sees.
+    """
+
+    path: str
+    line: int
+    text: str
+    of_rank: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""What a source file says at a line: the statement there, the comments that silence rules, its text, what it asks.
-Runs nothing."""
+"""What a source file says at a line: the statement there, the comments that silence rules, its text. Runs
+nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import re
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "Asked",
     "Line",
     "comments",
     "head_of",
@@ -121,19 +119,3 @@ def _end(node: ast.AST) -> int:
     """The last line of an expression, or of those that it is made of."""
     own = getattr(node, "end_lineno", None)
     return own if own is not None else max(map(_end, ast.iter_child_nodes(node)), default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A condition that holds where a line is reached.
-
-    Args:
-        line: from 1, where it is asked.
-        text: what holds, as the script says it; ``not (...)`` on the other arm.
-        of_rank: whether the answer depends on which rank it is, and not on what the rank sees.
-    """
-
-    path: str
-    line: int
-    text: str
-    of_rank: bool

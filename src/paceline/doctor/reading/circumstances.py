@@ -7,8 +7,8 @@ import ast
 import functools
 from pathlib import Path
 
-from paceline.doctor.circumstances import Circumstances
-from paceline.doctor.lines import Asked, Line, head_of
+from paceline.doctor.circumstances import Asked, Circumstances
+from paceline.doctor.lines import Line, head_of
 from paceline.doctor.reading.evidence import is_weights, local
 from paceline.doctor.reading.trace import Condition, Trace
 from paceline.doctor.reading.values import words

@@ -19,7 +19,7 @@ __all__ = ["Expressions", "count_of", "order_of"]
 
 MAX_DEPTH: Final = 400
 
-MAX_UNROLLED: Final = 16
+MAX_COMPREHENDED: Final = 16
 """So many constants are told apart in a comprehension: it is short, unlike a loop."""
 
 
@@ -243,7 +243,7 @@ class Expressions(Operators):
         loop = self.loop(first.iter, over, count=count_of(over))
         try:
             with self.looping(loop):
-                for element in self.elements(over, loop, first.iter, MAX_UNROLLED):
+                for element in self.elements(over, loop, first.iter, MAX_COMPREHENDED):
                     self.assign(first.target, element)
                     tests = [(self.evaluate(test), test) for test in first.ifs]
                     through.tests += [test for test, _ in tests]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import NamedTuple
 
+from paceline.doctor.circumstances import Asked
 from paceline.doctor.findings import Finding
-from paceline.doctor.lines import Asked
 from paceline.doctor.watching.checks_data import passes
 from paceline.doctor.watching.evidence import at, count, found
 from paceline.doctor.watching.records import Account, Place, Record, Run
@@ -98,7 +98,7 @@ def _mistaken(run: Run, ways: Parting) -> Parting | None:
 
 def _written(record: Record) -> str:
     """The call as it stands in the source."""
-    return line_of(record.place) if record.place is not None else ""
+    return line_of(record.place)
 
 
 def _shape(record: Record) -> object:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.doctor.lines import Asked, parsed, text_at, text_of
+from paceline.doctor.circumstances import Asked
+from paceline.doctor.lines import parsed, text_at, text_of
 from paceline.doctor.watching.records import Place, Run
 
 __all__ = ["Loop", "conditions", "line_of", "loops_around"]
