@@ -101,6 +101,8 @@ class Assignments(Calls):
         minded = owner.kind in ("module", "ddp", "dataset", "stream", "parameter", "loader", "sampler")
         if minded and not self._being_made(owner):
             self.event("store", node, name=name, subject=owner, arguments={"value": value})
+        if self.loops and held is not None and None not in (held.known, value.known) and held.known != value.known:
+            value = Value("unknown", value.labels | {"counter"})  # another one the next time
         if owner.kind == "parameter" and name == "grad":
             self.event("grad", node, subject=Value("grad", fields={"of": owner}), arguments={"value": value})
         self.write(owner.fields, name, value)

@@ -117,7 +117,8 @@ def _len(reader: Walker, arguments: list[Value], _: dict[str, Value], node: ast.
     samplers = [value.fields.get(name, NONE).of_kind("sampler") for name in ("sampler", "batch_sampler")]
     if value.kind == "loader":
         own |= {"count-of-shard" if any(samplers) else "count-of-dataset"}
-    known = value.length
+    alike = all(option.length == value.length for option in arguments[0].each() if option.kind == value.kind)
+    known = value.length if alike else None
     even = any(sampler is not None and sampler.name == _EVEN for sampler in (value, *samplers))
     if (known is None and not even) or (known is not None and len(set(known.points)) > 1):
         own |= value.labels & {"rank"}

@@ -33,7 +33,7 @@ def _own_batch_norms(trace: Trace, wrap: Event) -> list[Value]:
 def buffers_not_synced(trace: Trace) -> Iterator[Found]:
     saved = any(0 not in event.ranks or not event.on_some_ranks for event in trace.of("save"))
     evaluated = saved or any(not event.with_grad for event in trace.of("forward"))  # rank 0's own would be saved anyway
-    written = {id(event.subject) for event in trace.of("buffer")}
+    written = {id(event.subject) for event in trace.of("buffer") if not _is_the_same_on_all(event.argument("value"))}
     by_hand = any(is_weights(event.argument("tensor")) for event in trace.of("collective"))
     for wrap in trace.of("wrap"):
         counted = any(part.kind == "buffer" and id(part) in written for part in modules_in(wrap.argument("module")))
@@ -42,6 +42,11 @@ def buffers_not_synced(trace: Trace) -> Iterator[Found]:
             yield Found(
                 wrap, "`broadcast_buffers=False`: buffers drift apart, and each rank evaluates or saves its own"
             )
+
+
+def _is_the_same_on_all(value: Value | None) -> bool:
+    """As what was gathered from all ranks is: the queue of keys of contrastive learning."""
+    return value is not None and "reduced" in value.labels and not value.varies
 
 
 def syncs_buffers(wrap: Event) -> bool:

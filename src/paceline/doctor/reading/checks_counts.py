@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from paceline.doctor.reading.evidence import (
     Found,
+    dealt_out,
     instead,
     is_distributed_sampler,
     local,
@@ -27,7 +28,7 @@ __all__: list[str] = []
 def uneven_inputs(trace: Trace) -> Iterator[Found]:
     seen: set[int] = set()
     for event in synchronising(trace):
-        if event.in_context("join"):
+        if event.in_context("join") or (event.role != "collective" and dealt_out(trace, event)):
             continue
         for loop in event.loops:
             how_often = _rounds(loop) or (None if _told_lengths(trace, event) else _rounds_of_pieces(loop))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from paceline.doctor.reading.evidence import (
     Found,
+    dealt_out,
     differs,
     is_distributed_sampler,
     making,
@@ -81,7 +82,7 @@ def no_distributed_sampler(trace: Trace) -> Iterator[Found]:
         dataset = loader.fields.get("dataset", NONE)
         if "escaped" in loader.labels | dataset.labels or dataset.may_vary or _shards_itself(trace, loader):
             continue
-        if event.on_some_ranks:  # a teacher, or whatever else one rank trains for the others
+        if event.on_some_ranks or dealt_out(trace, event):  # a teacher, or whatever else one rank trains
             continue
         samplers = [loader.fields[name] for name in ("sampler", "batch_sampler") if name in loader.fields]
         given = [sampler for sampler in samplers if not sampler.is_none]

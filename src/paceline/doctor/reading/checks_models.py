@@ -9,6 +9,7 @@ from paceline.doctor.reading.checks_steps import reduces_gradients
 from paceline.doctor.reading.evidence import (
     Found,
     backwards_through,
+    dealt_out,
     forwards,
     inner_module,
     is_weights,
@@ -54,14 +55,28 @@ def ddp_forward_bypassed(trace: Trace) -> Iterator[Found]:
 def _is_stepped_on(trace: Trace, backward: Event, part: Value) -> bool:
     """Whether a step takes the gradients that a backward leaves in a part of a model; or they are zeroed first, those
     for an attention map, or a critic's in its generator's turn."""
-    then: list[Event] = []
-    for event in trace.of("step", "zero_grad"):
-        always = len(event.under) <= len(backward.under)
-        takes = event.role == "step" or always
-        if takes and _shares_loops(backward, event) and may_follow(backward, event) and _minds(trace, event, part):
-            then.append(event)
-    first = min(then, key=lambda event: (event.number < backward.number, event.number), default=None)
-    return first is not None and first.role == "step"
+
+    def round_from_there(event: Event) -> tuple[bool, int]:
+        return event.number < backward.number, event.number
+
+    then = [
+        event
+        for event in trace.of("step", "zero_grad")
+        if _shares_loops(backward, event) and may_follow(backward, event) and _minds(trace, event, part)
+    ]
+    steps, zeroings = ([event for event in then if event.role == role] for role in ("step", "zero_grad"))
+    return any(
+        not any(
+            round_from_there(zeroing) < round_from_there(step)
+            and _conditions(zeroing) <= _conditions(step) | _conditions(backward)
+            for zeroing in zeroings
+        )
+        for step in steps
+    )
+
+
+def _conditions(event: Event) -> set[tuple[int, bool]]:
+    return {(id(condition.value), condition.holds) for condition in event.under}
 
 
 def _minds(trace: Trace, event: Event, part: Value) -> bool:
@@ -189,20 +204,11 @@ def not_distributed(trace: Trace) -> Iterator[Found]:
                 severity="advice",
                 confidence="possible",
             )
-    elif _trains_its_own(trace) and not _exchanges_weights(trace) and not _dealt_out(trace):
+    elif _trains_its_own(trace) and not _exchanges_weights(trace) and not dealt_out(trace, steps[0]):
         yield Found(
             steps[0],
             "the process group is set up, but nothing reduces gradients: each rank trains a model of its own",
         )
-
-
-def _dealt_out(trace: Trace) -> bool:
-    """Whether each rank is meant to train models of its own, its share of them: folds, seeds, parts of an ensemble."""
-    return any(
-        any(loop.over.labels & {"rank", "shard"} for loop in event.loops)
-        or any("rank" in condition.value.labels and len(condition.ranks) > 1 for condition in event.under)
-        for event in trace.of("optimizer")
-    )
 
 
 def _meets_under_another_launcher_only(trace: Trace) -> Iterator[Found]:

@@ -19,6 +19,7 @@ __all__ = [
     "Found",
     "Step",
     "backwards_through",
+    "dealt_out",
     "differs",
     "forwards",
     "inner_module",
@@ -162,6 +163,18 @@ def synchronising(trace: Trace) -> list[Event]:
         or (event.role == "forward" and event.subject.of_kind("ddp") is not None)
         or (event.role in ("backward", "step") and exchanged)
     ]
+
+
+def dealt_out(trace: Trace, event: Event) -> bool:
+    """Whether it is of a model that only this rank trains, its share of them: folds, seeds, parts of an ensemble."""
+    around, asked = {loop.number for loop in event.loops}, {id(condition.value) for condition in event.under}
+
+    def is_dealt(made: Event) -> bool:
+        loops = {loop.number for loop in made.loops if loop.over.labels & {"rank", "shard"}}
+        conditions = {id(c.value) for c in made.under if "rank" in c.value.labels and len(c.ranks) > 1}
+        return bool(loops & around or conditions & asked)
+
+    return any(map(is_dealt, trace.of("optimizer"))) and not any(map(is_dealt, trace.of("wrap")))
 
 
 # --- loaders and samplers

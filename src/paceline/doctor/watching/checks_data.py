@@ -30,6 +30,7 @@ class Pass:
 
     Args:
         trains: whether the rank went backward in it.
+        shared: whether it did so in a model that the ranks train together, as far as is known.
         whole: whether the loader was exhausted.
         next_op: the first collective after it, if any.
     """
@@ -40,6 +41,7 @@ class Pass:
     rows: list[str] = field(default_factory=list)
     batches: int = 0
     trains: bool = False
+    shared: bool = False
     whole: bool = False
     next_op: str | None = None
 
@@ -67,6 +69,9 @@ def passes(account: Account) -> list[Pass]:
             current[record["loader"]].whole = True
         elif record.kind == "backward" and giving is not None:
             giving.trains = True
+            giving.shared |= record["reached"] is None or bool(record["reached"])
+        elif record.kind == "collective" and record["grads"] and giving is not None:
+            giving.shared = True
         elif record.kind == "collective" and done and done[-1].whole and done[-1].next_op is None:
             done[-1].next_op = record["op"]
     return done
@@ -160,11 +165,11 @@ def no_distributed_sampler(run: Run) -> Iterator[Finding]:
 
 
 def _first_trainings(run: Run) -> Iterator[list[Pass]]:
-    """Of each loader the first pass in which every rank trains, if they train one model."""
+    """Of each loader the first pass in which all ranks train the same model, if there are several ranks."""
     seen: set[int] = set()
-    for those in _side_by_side(run) if train_together(run) else ():
+    for those in _side_by_side(run):
         number = those[0].loader["loader"]
-        if number not in seen and all(one.trains for one in those):
+        if run.world > 1 and number not in seen and all(one.trains and one.shared for one in those):
             seen.add(number)
             yield those
 
