@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import Started, paceline, reached, result, script, start, torchrun, wait_for, write_tiny
+from driving import Started, paceline, reached, result, script, start, wait_for, write_tiny
 
 from paceline.errors import EXIT_NO_PROGRESS, EXIT_POISONED, EXIT_PREEMPTED
 from paceline.events import read_events
@@ -572,8 +573,9 @@ def test_a_killed_command_leaves_no_orphans_and_resumes(place: Place, digest: st
 
 @long
 def test_under_torchrun_the_agent_starts_all_again(place: Place, digest: str) -> None:
-    words = ["--max-restarts=2", "-m", "paceline", "train", "tiny.yaml", "--run-dir", "torchrun", *OFTEN]
-    torchrun(2, *words, "--execution.faults", "kill worker=1 step=8", cwd=place.path).wait().check()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2"]
+    words = ["-m", "paceline", "train", "tiny.yaml", "--run-dir", "torchrun", *OFTEN]
+    Started([*torchrun, *words, "--execution.faults", "kill worker=1 step=8"], place.path).wait().check()
     assert result(place.path / "torchrun")["digest"] == digest
     starts = read_events(place.path / "torchrun" / "events.jsonl", "start")
     assert [event["resumed_from"] for event in starts] == [None, 5]
