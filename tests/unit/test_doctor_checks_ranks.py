@@ -20,7 +20,7 @@ from paceline.doctor.watching import (
 )
 from paceline.doctor.watching.probe.gpus import _Devices
 from paceline.doctor.watching.probe.recorder import Recorder
-from told import Ranks, ids
+from told import Ranks, ids, run_of, two
 
 
 @pytest.fixture
@@ -126,3 +126,19 @@ def test_who_has_failed_is_not_missing(ranks: Ranks, code: int, fails: bool, wro
         ranks.tell("error", {"type": "OSError", "text": "no space left"}, None)
     ranks.tell("end", {"code": code, "initialized": False}, None)
     assert bool(ranks.found(checks_collectives.meetings_missed)) == wrong
+
+
+@pytest.mark.parametrize("line", [3, 5])
+def test_a_rank_that_goes_through_another_loop_leaves_out_no_step(tmp_path: Path, line: int) -> None:
+    """Rank 0 trains a teacher first, which is no DDP; in one loop with the others it would have left out a step."""
+    zero, one = two(tmp_path / "train.py")
+    for own, where in ((zero, 3), (one, line)):
+        own.tell("loader", where, loader=0, workers=0).tell("pass", where, loader=0, number=0)
+        for _ in range(3):
+            own.tell("batch", where, loader=0, number=0, indices=[], rows=[])
+            if own is one:
+                own.tell("forward", where, grad=True, ddp=0)
+            own.tell("backward", where, roots=[], reached=[])
+    run = run_of(zero, one, stopped="ended")
+    found = checks_collectives._without_forward(run)
+    assert [finding.id for finding in found or ()] == ["rank-local-skip"] * (line == 3)
