@@ -142,7 +142,10 @@ def plain(model: nn.Module, x_BF: Tensor) -> Tensor:
     [
         *((mlp, loss) for loss in (plain, penalty, twice, teacher_mode, eval_with_gradients)),
         (Conservative, plain),
-        *(pytest.param(Conservative, loss, marks=pytest.mark.long) for loss in (penalty, twice, teacher_mode)),
+        *(
+            pytest.param(Conservative, loss, marks=pytest.mark.long)
+            for loss in (penalty, twice, teacher_mode, eval_with_gradients)
+        ),
     ],
 )
 def test_unusual_losses_are_fitted_or_refused_in_four_beats(

@@ -120,7 +120,10 @@ def test_a_dataset_that_draws_nothing_is_read_many_at_once_and_not_seeded(loader
 
 @pytest.mark.parametrize(
     ("samples", "micro_batch", "loader_workers"),
-    [(29, 2, 0), (1, 4, 0), (3, 4, 0), (7, 7, 0), (50, 1, 0), (3, 4, 1)],
+    [
+        *((29, 2, 0), (1, 4, 0), (3, 4, 0), (7, 7, 0), (50, 1, 0), (3, 4, 1)),
+        *(pytest.param(*sizes, 1, marks=pytest.mark.long) for sizes in ((29, 2), (1, 4), (7, 7), (50, 1))),
+    ],
 )
 def test_evaluation_sees_every_sample_once_whoever_drives_the_lanes(
     samples: int, micro_batch: int, loader_workers: int
